@@ -1,0 +1,475 @@
+"""Operators for one target: one factorisation per grid serves any number of descriptors."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ._checks import positive
+from ._files import read_json, write_json
+from ._hub import Pushed, fetch_folder
+from ._publish import inherited_license, push_saved
+from ._tensors import load_tensors, save_tensors
+from .cards import bank_card, hub_repo
+from .descriptor import TaskDescriptor, require_same_grid
+from .encoders.encoder import DualEncoder
+from .encoders.families import EditSite, SiteKind, Tower, bare_model
+from .encoders.identity import EncoderIdentity
+from .encoding import encode_columns, encode_probes
+from .errors import DescriptorFormatError, GridMismatchError, PlatonicError
+from .operator import Operator
+from .probes import ProbeSet
+from .solve import PROBE_RIDGE, PROMPT_RIDGE, GridSolver
+from .tuner import PlatonicConfig, PlatonicModel
+from .tuner.base import record_base
+
+__all__ = ["OperatorBank", "probe_sets_of", "provenance_of", "solve_operators", "unedited"]
+
+Key = Any  # a name or a tuple of names; Mapping is invariant in its keys, so no narrower type takes a plain dict
+
+SCHEMA_VERSION = 1
+CONFIG_NAME = "bank_config.json"
+ADAPTER_NAME = "adapter_model.safetensors"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,95}")
+
+
+def solve_operators(
+    descriptors: Sequence[TaskDescriptor],
+    target: DualEncoder,
+    *,
+    probes: ProbeSet | Sequence[ProbeSet] | None = None,
+    probe_ridge: float = PROBE_RIDGE,
+    prompt_ridge: float = PROMPT_RIDGE,
+    site: SiteKind | None = None,
+    tower: Tower | None = None,
+    batch_size: int = 32,
+    num_workers: int = 0,
+    progress: bool | None = None,
+) -> list[Operator]:
+    """One operator per descriptor, on the target's embeddings; one pass and one factorisation per grid.
+
+    Args:
+        descriptors: Any number, on any grids.
+        target: The model that receives them, read with its own `PLATONIC` adapters switched off.
+        probes: The probe sets behind the grids, where the descriptors have them neither at hand nor by reference.
+        probe_ridge: Relative ridge on the probe side, above 0.
+        prompt_ridge: Relative ridge on the prompt side, above 0.
+        site: Which side of the edited layer; None: as the target's family needs. See `DualEncoder.at`.
+        tower: Which tower is edited, "probe" or "text"; None: the probes'. The text tower moves every prompt, and
+            leaves probe embeddings as they are.
+        batch_size: Probes a forward pass.
+        num_workers: Processes that decode while the model computes.
+        progress: Whether to show a bar, on the main process; None: where stderr is a terminal.
+
+    Returns:
+        Operators in the order of the descriptors, float32 factors on the CPU.
+
+    Raises:
+        PlatonicError: If there are no descriptors, or a ridge isn't a finite number above 0.
+        GridMismatchError: If no probe set at hand has a descriptor's grid.
+        EncoderError: If the target can't be edited there exactly.
+
+    Reference:
+        Park and Cho 2026, arXiv 2610.00929.
+    """
+    if not descriptors:
+        raise PlatonicError("Expected at least one descriptor, got none.")
+    positive(probe_ridge, "probe_ridge")
+    positive(prompt_ridge, "prompt_ridge")
+    at_hand = probe_sets_of(descriptors, probes)
+    target = target.at(site=site, tower=tower)
+    place = target.site
+    operators: dict[int, Operator] = {}
+    with unedited(target):
+        for fingerprint, probe_set in at_hand.items():
+            features = encode_probes(
+                target,
+                probe_set,
+                batch_size=batch_size,
+                num_workers=num_workers,
+                progress=progress,
+                description="solve",
+            )
+            columns = encode_columns(target, probe_set.columns)
+            solver = GridSolver.of(features.design, columns, probe_ridge=probe_ridge, prompt_ridge=prompt_ridge)
+            chosen = [index for index, d in enumerate(descriptors) if d.grid.fingerprint == fingerprint]
+            solved = solver.solve([descriptors[index].delta for index in chosen], features.design)
+            right = solved[0][1].float()  # one tensor for all: their sums stay as thin as each of them
+            for index, (left, _) in zip(chosen, solved, strict=True):
+                operator = Operator(left.float(), right, place.kind)
+                operators[index] = operator.transposed if place.tower == "text" else operator
+    return [operators[index] for index in range(len(descriptors))]
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorBank:
+    """One operator per entry for one target; any composition is a signed sum of entries.
+
+    Attributes:
+        operators: By key: a name, or a tuple of names such as `(source, task)`. Of a loaded bank, read when first
+            used.
+        site: The edit site in the target.
+        target: Which model it is for.
+        modality: "image" or "audio".
+        base: What tells the target's edited layer from others, as `PlatonicConfig` has it.
+        provenance: Per key, how the entry came about.
+    """
+
+    operators: Mapping[Key, Operator]
+    site: EditSite
+    target: EncoderIdentity
+    modality: str
+    base: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def solve(
+        cls,
+        descriptors: Mapping[Key, TaskDescriptor],
+        target: DualEncoder,
+        *,
+        probe_ridge: float = PROBE_RIDGE,
+        prompt_ridge: float = PROMPT_RIDGE,
+        site: SiteKind | None = None,
+        tower: Tower | None = None,
+        **options: Any,
+    ) -> OperatorBank:
+        """The bank of the descriptors for a target.
+
+        Args:
+            descriptors: By key.
+            target: The model that receives them.
+            probe_ridge: Relative ridge on the probe side, above 0.
+            prompt_ridge: Relative ridge on the prompt side, above 0.
+            site: As in `solve_operators`.
+            tower: As in `solve_operators`.
+            **options: Further options of `solve_operators`.
+
+        Returns:
+            The bank.
+
+        Raises:
+            PlatonicError: If a key isn't a name or a tuple of names that can be folders; else as `solve_operators`.
+        """
+        for key in descriptors:
+            _folder(key)
+        target = target.at(site=site, tower=tower)
+        solved = solve_operators(
+            list(descriptors.values()), target, probe_ridge=probe_ridge, prompt_ridge=prompt_ridge, **options
+        )
+        provenance = {
+            key: provenance_of([descriptor], target, probe_ridge=probe_ridge, prompt_ridge=prompt_ridge)
+            for key, descriptor in descriptors.items()
+        }
+        operators = dict(zip(descriptors, solved, strict=True))
+        record = PlatonicConfig()
+        record_base(record, target.site.module, bare_model(target.model).get_submodule(target.site.module))
+        base = {"base_shape": record.base_shape, "base_sketch": record.base_sketch}
+        return cls(operators, target.site, target.identity, target.modality, base, provenance)
+
+    def compose(self, coefficients: Mapping[Key, float]) -> Operator:
+        """The signed sum of entries, exact.
+
+        Args:
+            coefficients: One signed coefficient per key.
+
+        Raises:
+            PlatonicError: If there are none, or a key isn't in the bank.
+        """
+        unknown = [key for key in coefficients if key not in self.operators]
+        if unknown or not coefficients:
+            raise PlatonicError(f"Expected keys of the bank ({list(self.operators)}), got {list(coefficients)}.")
+        parts = [self.operators[key] * c for key, c in coefficients.items()]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Writes the bank: `bank_config.json`, and a folder per entry that is a PEFT adapter of its own.
+
+        Args:
+            save_directory: Made if it isn't there.
+        """
+        from . import __version__
+
+        folder = Path(save_directory)
+        entries = []
+        for key, operator in self.operators.items():
+            inside = folder / _folder(key)
+            inside.mkdir(parents=True, exist_ok=True)
+            prefix = f"base_model.model.{self.site.module}.platonic_"
+            config = PlatonicConfig(
+                r=operator.rank,
+                site=operator.site,
+                target_modules=[self.site.module],
+                base_model_name_or_path=self.target.repo,
+                revision=self.target.revision,
+                inference_mode=True,
+                provenance=dict(self.provenance.get(key, {})),
+                **self.base,
+            )
+            digest = save_tensors(
+                inside / ADAPTER_NAME, {f"{prefix}left": operator.left, f"{prefix}right": operator.right}
+            )
+            write_json(inside / "adapter_config.json", config.to_dict())
+            entries.append(
+                {
+                    "key": key if isinstance(key, str) else list(key),
+                    "shape": list(operator.shape),
+                    "rank": operator.rank,
+                    "digest": digest,
+                    "provenance": dict(self.provenance.get(key, {})),
+                }
+            )
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            "library_version": __version__,
+            "site": asdict(self.site),
+            "target": self.target.to_dict(),
+            "modality": self.modality,
+            "base": dict(self.base),
+            "entries": entries,
+        }
+        write_json(folder / CONFIG_NAME, content)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+        token: str | bool | None = None,
+        create_pr: bool = False,
+        license: str | None = None,
+    ) -> Pushed:
+        """Pushes the bank to a model repo, a subfolder an entry, with a card, as one commit.
+
+        Args:
+            repo_id: Made if it isn't there.
+            private: Of a new repo; None takes the owner's default.
+            revision: Branch, made if missing.
+            commit_message: Of the commit.
+            token: To write with.
+            create_pr: Opens a pull request instead of committing.
+            license: Licence id for the card; None takes the one the target states.
+
+        Returns:
+            The commit: `repo`, `revision`, `url`.
+
+        Raises:
+            HubError: If the Hub refuses or can't be reached; `kind` says which.
+        """
+        base = hub_repo(self.target)
+        if license is None and base is not None:
+            license = inherited_license([base], token=token)
+        card = bank_card(
+            repo_id=repo_id,
+            entries=[{"key": k, "folder": _folder(k), "rank": self.operators[k].rank} for k in self.operators],
+            module=self.site.module,
+            site=self.site.kind,
+            modality=self.modality,
+            base=self.target,
+            license=license,
+        )
+        return push_saved(
+            self.save_pretrained,
+            card,
+            repo_id,
+            private=private,
+            revision=revision,
+            commit_message=commit_message or f"Upload operator bank of {len(self.operators)} entries",
+            token=token,
+            create_pr=create_pr,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_or_path: str | os.PathLike[str],
+        *,
+        subfolder: str | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+    ) -> OperatorBank:
+        """The bank saved in a folder or pushed to the Hub; each entry is fetched and read when first used.
+
+        Args:
+            repo_or_path: A folder that `save_pretrained` wrote, or a repo id.
+            subfolder: Within it.
+            revision: Branch, tag or commit; entries are of the same commit, whenever they are used.
+            token: For private repos.
+            cache_dir: Of the Hub client.
+            local_files_only: Only what is in the cache, without a request.
+            force_download: Downloads again.
+
+        Raises:
+            DescriptorFormatError: If the config is missing, doesn't parse or is newer than this library; on use, if
+                an entry's file is missing, truncated, oversized, foreign or of another save.
+            HubError: If it can't be had from the Hub; `kind` says why.
+        """
+        options: dict[str, Any] = {
+            "token": token,
+            "cache_dir": cache_dir,
+            "local_files_only": local_files_only,
+            "force_download": force_download,
+        }
+        fetched = fetch_folder(repo_or_path, subfolder=subfolder, revision=revision, files=[CONFIG_NAME], **options)
+        folder = fetched.folder
+        config = read_json(
+            folder / CONFIG_NAME, schema=SCHEMA_VERSION, remedy="Pass the folder that `save_pretrained` wrote."
+        )
+
+        def entry_folder(name: str) -> Path:
+            inside = f"{subfolder}/{name}" if subfolder else name
+            return fetch_folder(
+                repo_or_path, subfolder=inside, revision=fetched.revision, files=[ADAPTER_NAME], **options
+            ).folder
+
+        try:
+            place = config["site"]
+            site = EditSite(str(place["module"]), place["kind"], place.get("tower", "probe"))
+            if site.kind not in ("output", "input") or site.tower not in ("probe", "text"):
+                raise ValueError(f"site {site}")
+            target = EncoderIdentity.from_dict(config["target"])
+            entries = {_key(entry["key"]): _Entry.of(entry) for entry in config["entries"]}
+            provenance = {_key(entry["key"]): dict(entry["provenance"]) for entry in config["entries"]}
+            base, modality = dict(config["base"]), str(config["modality"])
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise DescriptorFormatError(
+                f"Expected a whole bank config in {folder / CONFIG_NAME}, got one that doesn't parse: "
+                f"{type(error).__name__}: {error}. Save or download the bank again."
+            ) from error
+        return cls(_SavedOperators(entry_folder, site, entries), site, target, modality, base, provenance)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    shape: tuple[int, int]
+    rank: int
+    digest: str
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> _Entry:
+        p, d = values["shape"]
+        sizes = [p, d, values["rank"]]
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise ValueError(f"sizes {sizes}")
+        return cls((p, d), values["rank"], str(values["digest"]))
+
+
+class _SavedOperators(Mapping[Key, Operator]):
+    """Operators that are read from their files when first asked for."""
+
+    def __init__(self, folder_of: Callable[[str], Path], site: EditSite, entries: Mapping[Key, _Entry]) -> None:
+        self.folder_of, self.site, self.entries = folder_of, site, dict(entries)
+        self.read: dict[Key, Operator] = {}
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.entries)
+
+    def __getitem__(self, key: Key) -> Operator:
+        if key not in self.read:
+            entry = self.entries[key]
+            prefix = f"base_model.model.{self.site.module}.platonic_"
+            shapes = {f"{prefix}left": (entry.shape[0], entry.rank), f"{prefix}right": (entry.rank, entry.shape[1])}
+            path = self.folder_of(_folder(key)) / ADAPTER_NAME
+            found = load_tensors(path, shapes, dtype="float32", digest=entry.digest, config=CONFIG_NAME)
+            self.read[key] = Operator(found[f"{prefix}left"], found[f"{prefix}right"], self.site.kind)
+        return self.read[key]
+
+
+def _key(value: Any) -> Key:
+    key: Key = tuple(value) if isinstance(value, list) else value
+    _folder(key)
+    return key
+
+
+def _folder(key: Key) -> str:
+    """The entry's folder, relative to the bank's."""
+    parts = (key,) if isinstance(key, str) else key
+    if not isinstance(parts, tuple) or not parts or not all(isinstance(p, str) and _NAME.fullmatch(p) for p in parts):
+        raise PlatonicError(
+            f"Expected a key that is a name, or a tuple of names, of up to 96 letters, digits, '.', '_' and '-', got "
+            f"{key!r:.200}. Its parts become folders."
+        )
+    return "/".join(parts)
+
+
+def probe_sets_of(
+    descriptors: Sequence[TaskDescriptor], probes: ProbeSet | Sequence[ProbeSet] | None
+) -> dict[str, ProbeSet]:
+    """The probe set of each descriptor's grid, by fingerprint, in the order of the descriptors.
+
+    Args:
+        descriptors: On any grids, with or without their probes at hand.
+        probes: Further probe sets to look in. Without any, probes that aren't at hand are loaded by reference from the
+            Hub, where the grid has one.
+
+    Raises:
+        GridMismatchError: If a grid's probe set isn't among them.
+    """
+    given = [] if probes is None else [probes] if isinstance(probes, ProbeSet) else list(probes)
+    by_grid = {probe_set.grid.fingerprint: probe_set for probe_set in given}
+    found: dict[str, ProbeSet] = {}
+    for descriptor in descriptors:
+        fingerprint = descriptor.grid.fingerprint
+        probe_set = by_grid.get(fingerprint, descriptor.probes)
+        if probe_set is None and descriptor.grid.reference is not None and not given:
+            probe_set = ProbeSet.from_reference(descriptor.grid)
+        if probe_set is None:
+            if len(given) == 1:
+                require_same_grid(descriptor.grid, given[0].grid)
+            raise GridMismatchError(
+                f"Expected the probe set of grid {fingerprint[:16]} ({descriptor.grid.n} probes, {descriptor.grid.m} "
+                f"prompts), got grids {[key[:16] for key in by_grid] or 'none'}. A descriptor from disk doesn't carry "
+                "its probes unless saved with include_probes=True: pass them as `probes=`."
+            )
+        require_same_grid(descriptor.grid, probe_set.grid)
+        found[fingerprint] = probe_set
+    return found
+
+
+def provenance_of(
+    descriptors: Sequence[TaskDescriptor], target: DualEncoder, *, probe_ridge: float, prompt_ridge: float
+) -> dict[str, Any]:
+    """How a closed-form edit came about, as plain JSON, for an adapter's config and card."""
+    return {
+        "method": "closed_form",
+        "probe_ridge": probe_ridge,
+        "prompt_ridge": prompt_ridge,
+        "target": target.identity.to_dict(),
+        "terms": [
+            {
+                "name": descriptor.name,
+                "descriptor": list(descriptor.origin) if descriptor.origin else None,
+                "grid": descriptor.grid.fingerprint,
+                "sources": [source.to_dict() for source in descriptor.sources],
+            }
+            for descriptor in descriptors
+        ],
+    }
+
+
+@contextmanager
+def unedited(target: DualEncoder) -> Iterator[None]:
+    """The target with its `PLATONIC` adapters switched off for a while, if it has any."""
+    from peft import PeftModel
+
+    if isinstance(target.model, PeftModel) and isinstance(target.model.base_model, PlatonicModel):
+        with target.model.disable_adapter():
+            yield
+    else:
+        yield

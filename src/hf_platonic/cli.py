@@ -1,0 +1,123 @@
+"""The command line: parses, calls and prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import __version__
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `hf-platonic` and returns its exit code: 0, 1 after an error, 2 for wrong arguments, 130 after Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+        return code
+    except KeyboardInterrupt:
+        print("hf-platonic: interrupted; nothing was left half-written.", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        print(f"hf-platonic: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-platonic", description="Carry a fine-tune from one dual encoder to another, on unlabelled probes."
+    )
+    parser.add_argument("--version", action="version", version=f"hf-platonic {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    demo = commands.add_parser(
+        "demo",
+        help="transfer, add and negate tasks between the models the package ships (no network, no training)",
+        description="Transfer, add and negate tasks between the models the package ships. No network, no training.",
+    )
+    demo.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
+    demo.add_argument("--out", type=Path, metavar="DIR", help="keep the saved descriptor and the merged checkpoint")
+    demo.add_argument("--quiet", action="store_true", help="no progress bars")
+    demo.set_defaults(run=_demo)
+    push = commands.add_parser("push", help="push a saved descriptor, bank, probe set or adapter to the Hub")
+    push.add_argument("folder", type=Path)
+    push.add_argument("repo_id")
+    push.add_argument("--private", action="store_true", default=None, help="make a new repo private")
+    push.add_argument("--revision", help="branch, made if missing")
+    push.add_argument("--message", help="commit message")
+    push.add_argument("--license", help="licence id for the card; otherwise the source's")
+    push.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
+    push.set_defaults(run=_push)
+    pull = commands.add_parser("pull", help="pull one from the Hub into an empty folder")
+    pull.add_argument("repo_id")
+    pull.add_argument("folder", type=Path)
+    inspect = commands.add_parser("inspect", help="what a repo or a folder holds, and how to use it")
+    inspect.add_argument("repo_or_folder")
+    inspect.add_argument("--json", action="store_true", help="as JSON")
+    for command in (pull, inspect):
+        command.add_argument("--revision", help="branch, tag or commit")
+        command.add_argument("--subfolder", help="folder within the repo")
+        command.add_argument("--offline", action="store_true", help="only what is in the cache, without a request")
+    pull.set_defaults(run=_pull)
+    inspect.set_defaults(run=_inspect)
+    return parser
+
+
+def _push(options: argparse.Namespace) -> int:
+    from . import hub
+
+    done = hub.push(
+        options.folder,
+        options.repo_id,
+        private=options.private,
+        revision=options.revision,
+        commit_message=options.message,
+        license=options.license,
+        create_pr=options.create_pr,
+    )
+    print(done.pull_request or done.url)
+    return 0
+
+
+def _pull(options: argparse.Namespace) -> int:
+    from . import hub
+
+    found = hub.pull(options.repo_id, options.folder, **_where(options))
+    print(f"{found.kind} at {found.revision or 'a local folder'} -> {options.folder}")
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from . import hub
+
+    shown = hub.describe(options.repo_or_folder, **_where(options))
+    if options.json:
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
+        return 0
+    for name, value in shown.items():
+        lines = value if isinstance(value, list) else [value]
+        print(f"{name:14}{lines[0] if lines else '-'}")
+        for line in lines[1:]:
+            print(f"{'':14}{line}")
+    return 0
+
+
+def _where(options: argparse.Namespace) -> dict[str, object]:
+    return {"revision": options.revision, "subfolder": options.subfolder, "local_files_only": options.offline}
+
+
+def _demo(options: argparse.Namespace) -> int:
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise OSError(f"Expected an existing folder for --json, got {options.json}. Make the folder first.")
+    from ._files import write_atomic
+    from .demo import format_report, run_demo
+
+    report = run_demo(out=options.out, progress=False if options.quiet else None)
+    print(format_report(report))
+    if options.json is not None:
+        text = json.dumps(report, indent=2) + "\n"
+        write_atomic(options.json, lambda path: path.write_text(text, encoding="utf-8"))
+    return 0

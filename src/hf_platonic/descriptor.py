@@ -1,0 +1,461 @@
+"""Universal Task Descriptors: what a fine-tune does, as a matrix that belongs to no architecture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._checks import finite, matrix
+from ._files import read_json, write_json
+from ._hub import Pushed, fetch_folder
+from ._publish import inherited_license, push_saved
+from ._tensors import DTYPES, load_tensors, save_tensors
+from .cards import Results, descriptor_card, hub_repo
+from .encoders.identity import EncoderIdentity
+from .errors import DescriptorFormatError, GridMismatchError, PlatonicError
+from .probes import Grid, ProbeSet
+
+__all__ = ["SCHEMA_VERSION", "DescriptorSum", "Source", "TaskDescriptor"]
+
+SCHEMA_VERSION = 1
+TENSORS_NAME = "descriptor.safetensors"
+CONFIG_NAME = "descriptor_config.json"
+PROBES_NAME = "probes"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One fine-tune that went into a descriptor, and with which coefficient.
+
+    Attributes:
+        base: The model before the fine-tune.
+        tuned: The model after it.
+        coefficient: Signed; 1 for a descriptor as extracted.
+    """
+
+    base: EncoderIdentity
+    tuned: EncoderIdentity
+    coefficient: float = 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"base": self.base.to_dict(), "tuned": self.tuned.to_dict(), "coefficient": self.coefficient}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Source:
+        """The inverse of `to_dict`."""
+        base, tuned = EncoderIdentity.from_dict(values["base"]), EncoderIdentity.from_dict(values["tuned"])
+        return cls(base, tuned, finite(values["coefficient"], "coefficient"))
+
+
+@dataclass(frozen=True, eq=False)
+class TaskDescriptor:
+    """`U = A(fine-tuned) - A(base)` on one grid: the change of the cosines between probes and prompts.
+
+    Descriptors of one grid add, subtract and scale like matrices; of several grids they form a `DescriptorSum`.
+
+    Attributes:
+        delta: `U`, shape (n, m), float32, on the CPU; each entry in [-2, 2] as extracted.
+        grid: The ordered probes and prompts it was taken on.
+        sources: The fine-tunes it came from, with their coefficients.
+        spread: Root mean square of the row-centred base affinity, for calibration; at least 0. Of a sum, the mean
+            over its parts weighted by the size of their coefficients.
+        base_affinity: `A(base)`, shape (n, m), float32, where it was kept.
+        name: What to call the task in messages, tables and cards.
+        probes: The probe set itself while at hand; saved only when asked for.
+        origin: Repo id and commit hash, of a descriptor pulled from the Hub as it is.
+
+    Reference:
+        Park and Cho 2026, arXiv 2610.00929, "Universal Task Descriptor".
+    """
+
+    delta: Tensor
+    grid: Grid
+    sources: tuple[Source, ...] = ()
+    spread: float = 0.0
+    base_affinity: Tensor | None = None
+    name: str | None = None
+    probes: ProbeSet | None = field(default=None, repr=False)
+    origin: tuple[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        shape = (self.grid.n, self.grid.m)
+        matrix(self.delta, "delta", shape)
+        if not bool(torch.isfinite(self.delta).all()):
+            raise PlatonicError("Expected a finite descriptor, got NaN or infinity. Extract it again in float32.")
+        if self.base_affinity is not None:
+            matrix(self.base_affinity, "base_affinity", shape)
+        finite(self.spread, "spread")
+
+    def __repr__(self) -> str:
+        name = "" if self.name is None else f"{self.name!r}, "
+        grid = f"n={self.grid.n}, m={self.grid.m}, grid={self.grid.fingerprint[:12]}"
+        return f"TaskDescriptor({name}{grid}, norm={self.norm():.4g})"
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The m prompts, in the order of the columns."""
+        return self.grid.prompts
+
+    # Arithmetic -----------------------------------------------------------------------------------------------------
+
+    def __mul__(self, coefficient: float) -> TaskDescriptor:
+        c = finite(coefficient, "coefficient")
+        sources = tuple(replace(s, coefficient=s.coefficient * c) for s in self.sources)
+        return replace(self, delta=self.delta * c, sources=sources, origin=self.origin if c == 1.0 else None)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> TaskDescriptor:
+        d = finite(divisor, "divisor")
+        if d == 0.0:
+            raise PlatonicError("Expected a divisor other than 0.")
+        return self * (1.0 / d)
+
+    def __neg__(self) -> TaskDescriptor:
+        return self * -1.0
+
+    def __add__(self, other: TaskDescriptor | DescriptorSum) -> Descriptor:
+        if isinstance(other, DescriptorSum):
+            return DescriptorSum.of([self, *other])
+        if not isinstance(other, TaskDescriptor):
+            return NotImplemented
+        if self.grid.fingerprint != other.grid.fingerprint:
+            return DescriptorSum.of([self, other])
+        return self._same_grid_sum(other)
+
+    def __radd__(self, other: object) -> TaskDescriptor:
+        if other == 0:  # what the built-in sum() starts from
+            return self
+        return NotImplemented
+
+    def __sub__(self, other: TaskDescriptor | DescriptorSum) -> Descriptor:
+        return self + -other
+
+    def _same_grid_sum(self, other: TaskDescriptor) -> TaskDescriptor:
+        a, b = (sum(abs(s.coefficient) for s in d.sources) for d in (self, other))
+        spread = (a * self.spread + b * other.spread) / (a + b) if a + b > 0 else self.spread
+        same_base = (
+            self.base_affinity is not None
+            and other.base_affinity is not None
+            and torch.equal(self.base_affinity, other.base_affinity)
+        )
+        return TaskDescriptor(
+            self.delta + other.delta,
+            self.grid,
+            sources=_joined(self.sources, other.sources),
+            spread=self.spread if self.spread == other.spread else spread,
+            base_affinity=self.base_affinity if same_base else None,
+            name=self.name if self.name == other.name else None,
+            probes=self.probes if self.probes is not None else other.probes,
+        )
+
+    @staticmethod
+    def mean(descriptors: Sequence[TaskDescriptor]) -> TaskDescriptor:
+        """The mean of descriptors on one grid.
+
+        Raises:
+            PlatonicError: If there are none.
+            GridMismatchError: If they lie on several grids.
+        """
+        if not descriptors:
+            raise PlatonicError("Expected at least one descriptor to average, got none.")
+        first = descriptors[0]
+        for other in descriptors[1:]:
+            require_same_grid(first.grid, other.grid)
+            first = first._same_grid_sum(other)
+        return first / len(descriptors)
+
+    def norm(self) -> float:
+        """Frobenius norm of the matrix."""
+        return float(torch.linalg.vector_norm(self.delta, dtype=torch.float64))
+
+    def cosine(self, other: TaskDescriptor) -> float:
+        """Cosine between two descriptors of one grid as vectors, in [-1, 1]; 0 where one of them is zero.
+
+        Raises:
+            GridMismatchError: If they lie on different grids.
+        """
+        require_same_grid(self.grid, other.grid)
+        norms = self.norm() * other.norm()
+        return float((self.delta.double() * other.delta.double()).sum()) / norms if norms > 0 else 0.0
+
+    # Files ----------------------------------------------------------------------------------------------------------
+
+    def save_pretrained(
+        self, save_directory: str | Path, *, dtype: torch.dtype = torch.float32, include_probes: bool = False
+    ) -> None:
+        """Writes the descriptor to a folder: `descriptor.safetensors` and `descriptor_config.json`.
+
+        Args:
+            save_directory: Made if it isn't there. Other files in it are left alone.
+            dtype: float32 (bit-equal on return), float16 or bfloat16 (half the size).
+            include_probes: Also writes the probes themselves, as Parquet under `probes/`.
+
+        Raises:
+            PlatonicError: If the dtype isn't one of the three, or probes are wanted and not at hand.
+        """
+        if dtype not in DTYPES.values():
+            raise PlatonicError(f"Expected dtype float32, float16 or bfloat16, got {dtype}.")
+        if include_probes and self.probes is None:
+            raise PlatonicError(
+                "Expected the probe set to save with the descriptor, but it isn't at hand. Set it with "
+                "`descriptor.with_probes(probes)`, or save with include_probes=False."
+            )
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {"delta": self.delta.to(dtype)}
+        if self.base_affinity is not None:
+            tensors["base_affinity"] = self.base_affinity.to(dtype)
+        if include_probes and self.probes is not None:
+            self.probes.save_pretrained(folder / PROBES_NAME)
+        digest = save_tensors(folder / TENSORS_NAME, tensors)
+        write_json(
+            folder / CONFIG_NAME, {**self._config(), "dtype": str(dtype).removeprefix("torch."), "digest": digest}
+        )
+
+    def _config(self) -> dict[str, Any]:
+        from . import __version__
+
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "library_version": __version__,
+            "name": self.name,
+            "grid": self.grid.to_dict(),
+            "sources": [source.to_dict() for source in self.sources],
+            "spread": self.spread,
+            "base_affinity": self.base_affinity is not None,
+        }
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+        token: str | bool | None = None,
+        create_pr: bool = False,
+        include_probes: bool = False,
+        dtype: torch.dtype = torch.float32,
+        license: str | None = None,
+        results: Results | None = None,
+    ) -> Pushed:
+        """Pushes the descriptor to a model repo, with a card, as one commit.
+
+        Args:
+            repo_id: Made if it isn't there.
+            private: Of a new repo; None takes the owner's default.
+            revision: Branch, made if missing.
+            commit_message: Of the commit.
+            token: To write with.
+            create_pr: Opens a pull request instead of committing.
+            include_probes: Also pushes the probes by value.
+            dtype: float32, float16 or bfloat16.
+            license: Licence id for the card; None takes the one that all source models state.
+            results: Accuracies for the card, an `EvaluationReport`.
+
+        Returns:
+            The commit: `repo`, `revision`, `url`.
+
+        Raises:
+            HubError: If the Hub refuses or can't be reached; `kind` says which.
+            PlatonicError: As `save_pretrained`.
+        """
+        bases = [repo for source in self.sources if (repo := hub_repo(source.base)) is not None]
+        card = descriptor_card(
+            repo_id=repo_id,
+            name=self.name,
+            grid=self.grid,
+            sources=[(source.base, source.tuned, source.coefficient) for source in self.sources],
+            spread=self.spread,
+            norm=self.norm(),
+            base_affinity=self.base_affinity is not None,
+            self_contained=include_probes,
+            license=inherited_license(bases, token=token) if license is None else license,
+            results=results,
+        )
+        return push_saved(
+            lambda folder: self.save_pretrained(folder, dtype=dtype, include_probes=include_probes),
+            card,
+            repo_id,
+            private=private,
+            revision=revision,
+            commit_message=commit_message or f"Upload task descriptor{f' {self.name}' if self.name else ''}",
+            token=token,
+            create_pr=create_pr,
+            delete_patterns=[f"{PROBES_NAME}/*"],
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_or_path: str | os.PathLike[str],
+        *,
+        subfolder: str | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+    ) -> TaskDescriptor:
+        """The descriptor saved in a folder or pushed to the Hub.
+
+        Nothing is unpickled and no code is run. Shapes and dtypes are checked against the config before memory is
+        taken. Probes that travel by value come along; those by reference are loaded when a transfer needs them.
+
+        Args:
+            repo_or_path: A folder that `save_pretrained` wrote, or a repo id.
+            subfolder: Within it.
+            revision: Branch, tag or commit.
+            token: For private repos.
+            cache_dir: Of the Hub client.
+            local_files_only: Only what is in the cache, without a request.
+            force_download: Downloads again.
+
+        Returns:
+            A descriptor with float32 matrices on the CPU.
+
+        Raises:
+            DescriptorFormatError: If a file is missing, truncated, oversized or foreign, shapes or dtypes disagree,
+                the two files are of different saves, or the schema is newer than this library.
+            HubError: If it can't be had from the Hub; `kind` says why.
+        """
+        fetched = fetch_folder(
+            repo_or_path,
+            subfolder=subfolder,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            force_download=force_download,
+            files=[CONFIG_NAME, TENSORS_NAME],
+            optional=[f"{PROBES_NAME}/*"],
+        )
+        folder = fetched.folder
+        config = read_json(
+            folder / CONFIG_NAME, schema=SCHEMA_VERSION, remedy="Pass the folder that `save_pretrained` wrote."
+        )
+        try:
+            grid = Grid.from_dict(config["grid"])
+            sources = tuple(Source.from_dict(values) for values in config["sources"])
+            spread = finite(config["spread"], "spread")
+            wanted = ["delta"] + ["base_affinity"] * bool(config["base_affinity"])
+            dtype, digest, name = str(config["dtype"]), str(config["digest"]), config["name"]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise DescriptorFormatError(
+                f"Expected a whole descriptor config in {folder / CONFIG_NAME}, got one that doesn't parse: "
+                f"{type(error).__name__}: {error}. Save or download the descriptor again."
+            ) from error
+        shapes = dict.fromkeys(wanted, (grid.n, grid.m))
+        tensors = load_tensors(folder / TENSORS_NAME, shapes, dtype=dtype, digest=digest, config=CONFIG_NAME)
+        probes = ProbeSet.from_pretrained(folder / PROBES_NAME) if (folder / PROBES_NAME).is_dir() else None
+        if probes is not None:
+            require_same_grid(grid, probes.grid)
+        try:
+            return cls(
+                tensors["delta"].float(),
+                grid,
+                sources=sources,
+                spread=spread,
+                base_affinity=tensors["base_affinity"].float() if "base_affinity" in tensors else None,
+                name=None if name is None else str(name),
+                probes=probes,
+                origin=None if fetched.repo is None else (fetched.repo, str(fetched.revision)),
+            )
+        except GridMismatchError:
+            raise
+        except PlatonicError as error:
+            raise DescriptorFormatError(f"The descriptor in {folder} can't be used: {error}") from error
+
+    def with_probes(self, probes: ProbeSet) -> TaskDescriptor:
+        """The descriptor with its probe set at hand.
+
+        Raises:
+            GridMismatchError: If the probe set isn't the one of its grid.
+        """
+        require_same_grid(self.grid, probes.grid)
+        return replace(self, probes=probes)
+
+
+@dataclass(frozen=True, eq=False)
+class DescriptorSum:
+    """Descriptors of several grids, one term a grid; what a transfer takes to write several tasks at once.
+
+    Attributes:
+        terms: One descriptor a grid, coefficients already multiplied in.
+    """
+
+    terms: tuple[TaskDescriptor, ...]
+
+    @classmethod
+    def of(cls, descriptors: Sequence[TaskDescriptor]) -> DescriptorSum:
+        """The sum of descriptors; those on one grid are added."""
+        by_grid: dict[str, TaskDescriptor] = {}
+        for descriptor in descriptors:
+            key = descriptor.grid.fingerprint
+            by_grid[key] = by_grid[key]._same_grid_sum(descriptor) if key in by_grid else descriptor
+        return cls(tuple(by_grid.values()))
+
+    def __len__(self) -> int:
+        return len(self.terms)
+
+    def __iter__(self) -> Iterator[TaskDescriptor]:
+        return iter(self.terms)
+
+    def __add__(self, other: TaskDescriptor | DescriptorSum) -> DescriptorSum:
+        if isinstance(other, TaskDescriptor):
+            return DescriptorSum.of([*self, other])
+        return DescriptorSum.of([*self, *other]) if isinstance(other, DescriptorSum) else NotImplemented
+
+    def __radd__(self, other: object) -> DescriptorSum:
+        return self if other == 0 else NotImplemented
+
+    def __mul__(self, coefficient: float) -> DescriptorSum:
+        return DescriptorSum(tuple(term * coefficient for term in self.terms))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> DescriptorSum:
+        return DescriptorSum(tuple(term / divisor for term in self.terms))
+
+    def __neg__(self) -> DescriptorSum:
+        return self * -1.0
+
+    def __sub__(self, other: TaskDescriptor | DescriptorSum) -> DescriptorSum:
+        return self + -other
+
+
+Descriptor = TaskDescriptor | DescriptorSum
+
+
+def require_same_grid(expected: Grid, got: Grid) -> None:
+    """Nothing, where two grids are the same one.
+
+    Raises:
+        GridMismatchError: Naming both fingerprints and the part that differs.
+    """
+    if expected.fingerprint == got.fingerprint:
+        return
+    if expected.probe_fingerprint == got.probe_fingerprint:
+        part = f"the probes agree, the prompts don't ({expected.m} against {got.m}, or other words or order)"
+    else:
+        part = f"the probes differ ({expected.n} against {got.n}, or other content or order)"
+    raise GridMismatchError(
+        f"Expected grid {expected.fingerprint[:16]}, got grid {got.fingerprint[:16]}: {part}. "
+        "Extract on the same ProbeSet, or add the descriptors with `+`, which keeps one term a grid."
+    )
+
+
+def _joined(left: tuple[Source, ...], right: tuple[Source, ...]) -> tuple[Source, ...]:
+    totals: dict[tuple[EncoderIdentity, EncoderIdentity], float] = {}
+    for source in (*left, *right):
+        key = (source.base, source.tuned)
+        totals[key] = totals.get(key, 0.0) + source.coefficient
+    return tuple(Source(base, tuned, c) for (base, tuned), c in totals.items() if c != 0.0)

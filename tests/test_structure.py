@@ -1,0 +1,97 @@
+"""The package's own shape: what it exports, and that imports only point up one list of modules."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_platonic
+
+PACKAGE = Path(hf_platonic.__file__).parent
+# Data flows down this list; a module may import from those above it, and from its own line.
+ORDER = [
+    {"errors"},
+    {"_checks", "_files", "_tensors", "_processes", "_hub_errors"},
+    {"_hub"},
+    {"_publish"},
+    {"encoders"},
+    {"grid", "cards"},
+    {"probe_sources", "probes"},
+    {"encoding", "affinities"},
+    {"descriptor"},
+    {"extraction", "solve"},
+    {"operator"},
+    {"tuner"},
+    {"export"},
+    {"bank"},
+    {"transfers"},
+    {"evaluation"},
+    {"hub"},
+    {"playground"},
+    {"demo"},
+    {"cli"},
+    {"__main__"},
+]
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+
+
+def modules() -> list[Path]:
+    return sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+
+
+def top(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """First components, within the package, of everything the module imports anywhere."""
+    depth = len(path.relative_to(PACKAGE).parts) - 1
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == depth + 1:
+            found |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith("hf_platonic"):
+            found.add("absolute import of hf_platonic")
+    return found - {"__version__"}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_only_point_up(path: Path) -> None:
+    below = {name for name in imported(path) if LEVEL[name] > LEVEL[top(path)]}
+    assert not below, f"{top(path)} imports from further down: {below}"
+
+
+def test_every_module_has_its_place() -> None:
+    assert {top(path) for path in modules()} == set(LEVEL)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_modules_stay_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 500
+
+
+@pytest.mark.parametrize("name", hf_platonic.__all__)
+def test_exports_exist_whatever_was_imported_before(name: str) -> None:
+    value = getattr(hf_platonic, name)
+    assert value is getattr(importlib.import_module("hf_platonic"), name)
+    assert not isinstance(value, type(sys)), f"{name} is a module; a submodule of that name shadows the export"
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        hf_platonic.nothing  # noqa: B018
+
+
+def test_importing_is_lazy() -> None:
+    code = "import hf_platonic, sys; print([m for m in ('datasets', 'sklearn', 'PIL.Image') if m in sys.modules])"
+    peft = code.replace("import hf_platonic", "import peft")
+    here, alone = (
+        subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, check=True) for c in (code, peft)
+    )
+    assert here.stdout == alone.stdout
