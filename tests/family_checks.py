@@ -12,12 +12,12 @@ from test_extraction import pair
 from tiny import tiny_encoder, tiny_probes
 from torch import Tensor
 
-from hf_platonic.bank import solve_operators
 from hf_platonic.descriptor import TaskDescriptor
 from hf_platonic.encoders import DualEncoder
 from hf_platonic.errors import EncoderError
 from hf_platonic.extraction import extract
 from hf_platonic.probes import ProbeSet
+from hf_platonic.solutions import solve_operators
 from hf_platonic.transfers import transfer
 
 PROMPTS = ["a cat", "a dog in the snow", "one bird"]

@@ -12,7 +12,7 @@ from test_transfers import affinities, descriptor
 from tiny import FAMILIES, SOURCES, tiny_encoder, tiny_images, tiny_parts
 from torch.nn.functional import normalize
 
-from hf_platonic.bank import OperatorBank, solve_operators
+from hf_platonic.bank import OperatorBank
 from hf_platonic.descriptor import TaskDescriptor
 from hf_platonic.encoders import DualEncoder, EditSite
 from hf_platonic.encoding import encode_columns, encode_probes
@@ -20,6 +20,7 @@ from hf_platonic.errors import EncoderError, PlatonicError
 from hf_platonic.export import export_lora
 from hf_platonic.extraction import extract
 from hf_platonic.probes import ProbeSet
+from hf_platonic.solutions import solve_operators
 from hf_platonic.solve import closed_form
 from hf_platonic.transfers import transfer
 

@@ -13,10 +13,10 @@ from test_extraction import PROMPTS, pair
 from tiny import tiny_encoder, tiny_images
 
 from hf_platonic._processes import gather_rows, own_slice, process_state
-from hf_platonic.bank import solve_operators
 from hf_platonic.evaluation import EvaluationSet, zero_shot_accuracy
 from hf_platonic.extraction import extract
 from hf_platonic.probes import ProbeSet
+from hf_platonic.solutions import solve_operators
 
 PROGRAM = """
 import sys, torch

@@ -13,15 +13,16 @@ from torch import Tensor
 
 from hf_platonic import PlatonicConfig, initialize_platonic_weights
 from hf_platonic.affinities import affinity
-from hf_platonic.bank import OperatorBank, solve_operators
+from hf_platonic.bank import OperatorBank
 from hf_platonic.descriptor import TaskDescriptor
 from hf_platonic.encoders.encoder import DualEncoder
 from hf_platonic.encoding import encode_columns, encode_probes
 from hf_platonic.errors import EncoderError, GridMismatchError, PlatonicError
 from hf_platonic.extraction import extract
 from hf_platonic.probes import ProbeSet
+from hf_platonic.solutions import paper_strength, solve_operators
 from hf_platonic.solve import closed_form
-from hf_platonic.transfers import paper_strength, transfer
+from hf_platonic.transfers import transfer
 
 IMAGE_FAMILIES = [name for name in FAMILIES if not name.startswith("clap")]
 

@@ -13,7 +13,7 @@ from .tuner import PlatonicConfig, PlatonicModel
 
 if TYPE_CHECKING:
     from .affinities import affinity, spread
-    from .bank import OperatorBank, solve_operators
+    from .bank import OperatorBank
     from .descriptor import DescriptorSum, TaskDescriptor
     from .encoders import DualEncoder, register_family, supported_families
     from .errors import PlatonicError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .extraction import extract
     from .operator import Operator
     from .probes import ProbeSet
+    from .solutions import solve_operators
     from .solve import closed_form
     from .transfers import initialize_platonic_weights, transfer
 
@@ -45,7 +46,7 @@ _HOMES = {
     "initialize_platonic_weights": "transfers",
     "push_adapter": "export",
     "register_family": "encoders",
-    "solve_operators": "bank",
+    "solve_operators": "solutions",
     "spread": "affinities",
     "supported_families": "encoders",
     "transfer": "transfers",

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ._checks import positive
 from ._files import read_json, write_json
 from ._hub import Pushed, fetch_folder
 from ._publish import inherited_license, push_saved
 from ._tensors import load_tensors, save_tensors
 from .cards import bank_card, hub_repo
-from .descriptor import TaskDescriptor, require_same_grid
+from .descriptor import TaskDescriptor
 from .encoders.encoder import DualEncoder
 from .encoders.families import EditSite, SiteKind, Tower, bare_model
 from .encoders.identity import EncoderIdentity
-from .encoding import encode_columns, encode_probes
-from .errors import DescriptorFormatError, GridMismatchError, PlatonicError
+from .errors import DescriptorFormatError, PlatonicError
 from .operator import Operator
-from .probes import ProbeSet
-from .solve import PROBE_RIDGE, PROMPT_RIDGE, GridSolver
-from .tuner import PlatonicConfig, PlatonicModel
+from .solutions import provenance_of, solve_operators
+from .solve import PROBE_RIDGE, PROMPT_RIDGE
+from .tuner import PlatonicConfig
 from .tuner.base import record_base
 
-__all__ = ["OperatorBank", "probe_sets_of", "provenance_of", "solve_operators", "unedited"]
+__all__ = ["OperatorBank"]
 
 Key = Any  # a name or a tuple of names; Mapping is invariant in its keys, so no narrower type takes a plain dict
 
@@ -36,74 +33,6 @@ SCHEMA_VERSION = 1
 CONFIG_NAME = "bank_config.json"
 ADAPTER_NAME = "adapter_model.safetensors"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,95}")
-
-
-def solve_operators(
-    descriptors: Sequence[TaskDescriptor],
-    target: DualEncoder,
-    *,
-    probes: ProbeSet | Sequence[ProbeSet] | None = None,
-    probe_ridge: float = PROBE_RIDGE,
-    prompt_ridge: float = PROMPT_RIDGE,
-    site: SiteKind | None = None,
-    tower: Tower | None = None,
-    batch_size: int = 32,
-    num_workers: int = 0,
-    progress: bool | None = None,
-) -> list[Operator]:
-    """One operator per descriptor, on the target's embeddings; one pass and one factorisation per grid.
-
-    Args:
-        descriptors: Any number, on any grids.
-        target: The model that receives them, read with its own `PLATONIC` adapters switched off.
-        probes: The probe sets behind the grids, where the descriptors have them neither at hand nor by reference.
-        probe_ridge: Relative ridge on the probe side, above 0.
-        prompt_ridge: Relative ridge on the prompt side, above 0.
-        site: Which side of the edited layer; None: as the target's family needs. See `DualEncoder.at`.
-        tower: Which tower is edited, "probe" or "text"; None: the probes'. The text tower moves every prompt, and
-            leaves probe embeddings as they are.
-        batch_size: Probes a forward pass.
-        num_workers: Processes that decode while the model computes.
-        progress: Whether to show a bar, on the main process; None: where stderr is a terminal.
-
-    Returns:
-        Operators in the order of the descriptors, float32 factors on the CPU.
-
-    Raises:
-        PlatonicError: If there are no descriptors, or a ridge isn't a finite number above 0.
-        GridMismatchError: If no probe set at hand has a descriptor's grid.
-        EncoderError: If the target can't be edited there exactly.
-
-    Reference:
-        Park and Cho 2026, arXiv 2610.00929.
-    """
-    if not descriptors:
-        raise PlatonicError("Expected at least one descriptor, got none.")
-    positive(probe_ridge, "probe_ridge")
-    positive(prompt_ridge, "prompt_ridge")
-    at_hand = probe_sets_of(descriptors, probes)
-    target = target.at(site=site, tower=tower)
-    place = target.site
-    operators: dict[int, Operator] = {}
-    with unedited(target):
-        for fingerprint, probe_set in at_hand.items():
-            features = encode_probes(
-                target,
-                probe_set,
-                batch_size=batch_size,
-                num_workers=num_workers,
-                progress=progress,
-                description="solve",
-            )
-            columns = encode_columns(target, probe_set.columns)
-            solver = GridSolver.of(features.design, columns, probe_ridge=probe_ridge, prompt_ridge=prompt_ridge)
-            chosen = [index for index, d in enumerate(descriptors) if d.grid.fingerprint == fingerprint]
-            solved = solver.solve([descriptors[index].delta for index in chosen], features.design)
-            right = solved[0][1].float()  # one tensor for all: their sums stay as thin as each of them
-            for index, (left, _) in zip(chosen, solved, strict=True):
-                operator = Operator(left.float(), right, place.kind)
-                operators[index] = operator.transposed if place.tower == "text" else operator
-    return [operators[index] for index in range(len(descriptors))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -406,70 +335,3 @@ def _folder(key: Key) -> str:
             f"{key!r:.200}. Its parts become folders."
         )
     return "/".join(parts)
-
-
-def probe_sets_of(
-    descriptors: Sequence[TaskDescriptor], probes: ProbeSet | Sequence[ProbeSet] | None
-) -> dict[str, ProbeSet]:
-    """The probe set of each descriptor's grid, by fingerprint, in the order of the descriptors.
-
-    Args:
-        descriptors: On any grids, with or without their probes at hand.
-        probes: Further probe sets to look in. Without any, probes that aren't at hand are loaded by reference from the
-            Hub, where the grid has one.
-
-    Raises:
-        GridMismatchError: If a grid's probe set isn't among them.
-    """
-    given = [] if probes is None else [probes] if isinstance(probes, ProbeSet) else list(probes)
-    by_grid = {probe_set.grid.fingerprint: probe_set for probe_set in given}
-    found: dict[str, ProbeSet] = {}
-    for descriptor in descriptors:
-        fingerprint = descriptor.grid.fingerprint
-        probe_set = by_grid.get(fingerprint, descriptor.probes)
-        if probe_set is None and descriptor.grid.reference is not None and not given:
-            probe_set = ProbeSet.from_reference(descriptor.grid)
-        if probe_set is None:
-            if len(given) == 1:
-                require_same_grid(descriptor.grid, given[0].grid)
-            raise GridMismatchError(
-                f"Expected the probe set of grid {fingerprint[:16]} ({descriptor.grid.n} probes, {descriptor.grid.m} "
-                f"prompts), got grids {[key[:16] for key in by_grid] or 'none'}. A descriptor from disk doesn't carry "
-                "its probes unless saved with include_probes=True: pass them as `probes=`."
-            )
-        require_same_grid(descriptor.grid, probe_set.grid)
-        found[fingerprint] = probe_set
-    return found
-
-
-def provenance_of(
-    descriptors: Sequence[TaskDescriptor], target: DualEncoder, *, probe_ridge: float, prompt_ridge: float
-) -> dict[str, Any]:
-    """How a closed-form edit came about, as plain JSON, for an adapter's config and card."""
-    return {
-        "method": "closed_form",
-        "probe_ridge": probe_ridge,
-        "prompt_ridge": prompt_ridge,
-        "target": target.identity.to_dict(),
-        "terms": [
-            {
-                "name": descriptor.name,
-                "descriptor": list(descriptor.origin) if descriptor.origin else None,
-                "grid": descriptor.grid.fingerprint,
-                "sources": [source.to_dict() for source in descriptor.sources],
-            }
-            for descriptor in descriptors
-        ],
-    }
-
-
-@contextmanager
-def unedited(target: DualEncoder) -> Iterator[None]:
-    """The target with its `PLATONIC` adapters switched off for a while, if it has any."""
-    from peft import PeftModel
-
-    if isinstance(target.model, PeftModel) and isinstance(target.model.base_model, PlatonicModel):
-        with target.model.disable_adapter():
-            yield
-    else:
-        yield

@@ -17,63 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from . import playground
 from .bank import OperatorBank
 from .descriptor import TaskDescriptor
-from .encoders.encoder import DualEncoder, ProbeFeatures
-from .encoders.media import content_hash
+from .encoders.encoder import DualEncoder
 from .encoding import encode_columns, encode_probes
 from .evaluation import EvaluationSet, accuracy, evaluate
 from .extraction import extract
-from .operator import Operator
 from .playground.tasks import Modality
 from .probes import ProbeSet
 from .transfers import transfer
+from .views import Memory, RememberingEncoder, View
 
 __all__ = ["format_report", "run_demo"]
 
 STRENGTHS = (1.0, 0.5)  # the second is what the paper's addition scripts use
 _BATCH = 100
-
-
-class _Remembering(DualEncoder):
-    """An encoder that keeps preprocessed inputs: a base model and its fine-tunes see the same ones several times."""
-
-    memory: dict[str, dict[str, Tensor]]
-
-    @classmethod
-    def load(cls, model: str, task: str | None, memory: dict[str, dict[str, Tensor]]) -> _Remembering:
-        adapter = None if task is None else playground.adapter_path(model, task)
-        encoder = cls.from_pretrained(playground.model_path(model), adapter=adapter)
-        encoder.memory = memory
-        return encoder
-
-    def preprocess(self, inputs: Sequence[Any], *, offset: int = 0) -> dict[str, Tensor]:
-        keys = [content_hash(item) for item in inputs]
-        new = {key: item for key, item in zip(keys, inputs, strict=True) if key not in self.memory}
-        if new:
-            ready = super().preprocess(list(new.values()), offset=offset)
-            for row, key in enumerate(new):
-                self.memory[key] = {name: values[row : row + 1] for name, values in ready.items()}
-        return {name: torch.cat([self.memory[key][name] for key in keys]) for name in self.memory[keys[0]]}
-
-
-@dataclass(frozen=True, eq=False)
-class _Seen:
-    """A base model's view of one evaluation set; operators are applied to it without running the model again."""
-
-    features: ProbeFeatures
-    columns: Tensor
-    labels: Sequence[int]
-
-    def accuracy(self, operator: Operator | None = None, *, strength: float = 1.0) -> float:
-        unit = self.features.unit
-        if operator is not None:
-            unit = operator.apply(unit, self.features.design, strength=strength)
-        return accuracy(unit, self.columns, self.labels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,26 +106,26 @@ def _run_suite(modality: Modality, *, progress: bool | None) -> _Suite:
         split = data.split("test")
         tests[name] = EvaluationSet(ProbeSet(split.inputs, **_prompts(data)), split.labels or ())
     suite = _Suite(models, tasks, {}, {}, tests, {}, {}, {s: {} for s in STRENGTHS}, [], [])
-    views: dict[str, dict[str, _Seen]] = {}
-    memories: dict[str, dict[str, dict[str, Tensor]]] = {model: {} for model in models}
+    views: dict[str, dict[str, View]] = {}
+    memories: dict[str, Memory] = {model: {} for model in models}
     for model in models:
-        encoder = _Remembering.load(model, None, memories[model])
+        encoder = _load(model, None, memories[model])
         suite.encoders[model] = encoder
-        views[model] = {name: _view(encoder, data) for name, data in tests.items()}
+        views[model] = {name: View.of(encoder, data, batch_size=_BATCH) for name, data in tests.items()}
         for task in _bar(tasks, f"{model}: extract", progress):
-            tuned = _Remembering.load(model, task, memories[model])
+            tuned = _load(model, task, memories[model])
             suite.descriptors[model, task] = extract(
                 encoder, tuned, probes[task], name=task, batch_size=_BATCH, progress=False
             )
             suite.zero_shot[model, task] = views[model][task].accuracy()
-            suite.fine_tuned[model, task] = _view(tuned, tests[task]).accuracy()
+            suite.fine_tuned[model, task] = View.of(tuned, tests[task], batch_size=_BATCH).accuracy()
     for model in _bar(models, "transfer", progress):
         _edit(suite, model, views[model])
         memories[model].clear()
     return suite
 
 
-def _edit(suite: _Suite, target: str, views: Mapping[str, _Seen]) -> None:
+def _edit(suite: _Suite, target: str, views: Mapping[str, View]) -> None:
     """Every family's descriptors on one target; then pairs added and tasks negated, from one other family each."""
     bank = OperatorBank.solve(suite.descriptors, suite.encoders[target], batch_size=_BATCH, progress=False)
     for (source, task), operator in bank.operators.items():
@@ -354,9 +315,11 @@ def _prompts(task: playground.Task) -> dict[str, Any]:
     return {"class_names": task.class_names, "templates": task.templates[:1]}
 
 
-def _view(encoder: DualEncoder, data: EvaluationSet) -> _Seen:
-    features = encode_probes(encoder, data.probes, batch_size=_BATCH, progress=False)
-    return _Seen(features, encode_columns(encoder, data.probes.columns), data.labels)
+def _load(model: str, task: str | None, memory: Memory) -> RememberingEncoder:
+    adapter = None if task is None else playground.adapter_path(model, task)
+    encoder = RememberingEncoder.from_pretrained(playground.model_path(model), adapter=adapter)
+    encoder.memory = memory
+    return encoder
 
 
 def _by(scores: Mapping[tuple[str, str], float]) -> dict[str, Any]:

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._checks import finite, finite_rows
-from .bank import probe_sets_of, provenance_of, solve_operators, unedited
-from .descriptor import DescriptorSum, TaskDescriptor
+from ._checks import finite_rows
 from .encoders.encoder import DualEncoder, ProbeFeatures
 from .encoders.families import SiteKind, Tower, bare_model
 from .errors import EncoderError, PlatonicError
-from .operator import Operator
+from .solutions import Solution, Terms, probe_sets_of, solve_transfer, term_list, unedited
 from .solve import PROBE_RIDGE, PROMPT_RIDGE
 from .tuner import PlatonicConfig, PlatonicLayer, PlatonicModel
 
@@ -23,25 +21,10 @@ if TYPE_CHECKING:
 
     from .probes import ProbeSet
 
-__all__ = ["initialize_platonic_weights", "paper_strength", "transfer"]
-
-Terms = TaskDescriptor | DescriptorSum | Sequence[TaskDescriptor]
+__all__ = ["initialize_platonic_weights", "transfer"]
 
 _VERIFIED = 8
 _TOLERANCE = 1e-3  # on unit embeddings; rounding in a float32 tower stays below 1e-5, a wrong site is far above
-
-
-def paper_strength(terms: Terms) -> float:
-    """The strength of the paper's closed-form scripts: 0.5 where anything is added, 1 for pure negation.
-
-    Args:
-        terms: Descriptors with their coefficients multiplied in.
-
-    Returns:
-        0.5 or 1.0.
-    """
-    coefficients = [source.coefficient for term in _as_list(terms) for source in term.sources]
-    return 1.0 if coefficients and all(c < 0 for c in coefficients) else 0.5
 
 
 def transfer(
@@ -97,12 +80,12 @@ def transfer(
     """
     from peft import PeftModel, get_peft_model
 
-    s = paper_strength(terms) if strength is None else finite(strength, "strength")
     edited = target.at(site=site, tower=tower)
-    operator, provenance = _solve_sum(
+    solution = solve_transfer(
         terms,
         edited,
         probes=probes,
+        strength=strength,
         probe_ridge=probe_ridge,
         prompt_ridge=prompt_ridge,
         batch_size=batch_size,
@@ -110,10 +93,10 @@ def transfer(
         progress=progress,
     )
     config = PlatonicConfig(
-        r=operator.rank,
-        site=operator.site,
+        r=solution.operator.rank,
+        site=solution.operator.site,
         target_modules=[edited.site.module],
-        strength=s,
+        strength=solution.strength,
         revision=target.identity.revision,
     )
     former = target.model
@@ -133,9 +116,9 @@ def transfer(
     else:
         model = get_peft_model(target.model, config, adapter_name=adapter_name)
         target.model = edited.model = model
-    _write(model, operator, provenance, adapter_name)
+    _write(model, solution, adapter_name)
     try:
-        verified = _verify(model, operator, edited, terms, probes, s, adapter_name)
+        verified = _verify(model, solution, edited, terms, probes, adapter_name)
     except EncoderError:
         if active or model is former:
             model.delete_adapter(adapter_name)
@@ -143,7 +126,7 @@ def transfer(
         else:
             target.model = model.unload()
         raise
-    _tuner(model).peft_config[adapter_name].provenance = {**provenance, "verified": verified}
+    _tuner(model).peft_config[adapter_name].provenance = {**solution.provenance, "verified": verified}
     return model
 
 
@@ -188,7 +171,7 @@ def initialize_platonic_weights(
             "Make one with get_peft_model(model, PlatonicConfig())."
         )
     target = DualEncoder(model, processor).at(site=config.site)
-    operator, provenance = _solve_sum(
+    solution = solve_transfer(
         terms,
         target,
         probes=probes,
@@ -198,35 +181,14 @@ def initialize_platonic_weights(
         num_workers=num_workers,
         progress=progress,
     )
-    if config.site != operator.site or set(config.target_modules or ()) != {target.site.module}:
+    site = solution.operator.site
+    if config.site != site or set(config.target_modules or ()) != {target.site.module}:
         raise PlatonicError(
-            f"Expected an adapter on {target.site.module} ({operator.site} site), got one on "
+            f"Expected an adapter on {target.site.module} ({site} site), got one on "
             f"{sorted(config.target_modules or ())} ({config.site} site). Leave `target_modules` and `site` out of "
             "the PlatonicConfig to get the model's own edit site."
         )
-    _write(model, operator, provenance, adapter_name)
-
-
-def _as_list(terms: Terms) -> list[TaskDescriptor]:
-    found = [terms] if isinstance(terms, TaskDescriptor) else list(terms)
-    for term in found:
-        if not isinstance(term, TaskDescriptor):
-            raise PlatonicError(
-                f"Expected TaskDescriptor terms, got {type(term).__name__}. Extract or load one first."
-            )
-    if not found:
-        raise PlatonicError("Expected at least one term, got none. Pass a descriptor, a sum of them or a list.")
-    return found
-
-
-def _solve_sum(terms: Terms, target: DualEncoder, **options: Any) -> tuple[Operator, dict[str, Any]]:
-    descriptors = list(DescriptorSum.of(_as_list(terms)))
-    operators = solve_operators(descriptors, target, **options)
-    total = operators[0]
-    for operator in operators[1:]:
-        total = total + operator
-    ridges = {key: options[key] for key in ("probe_ridge", "prompt_ridge")}
-    return total.compressed(), provenance_of(descriptors, target, **ridges)
+    _write(model, solution, adapter_name)
 
 
 def _tuner(model: PeftModel) -> PlatonicModel:
@@ -239,23 +201,22 @@ def _tuner(model: PeftModel) -> PlatonicModel:
     return tuner
 
 
-def _write(model: PeftModel, operator: Operator, provenance: dict[str, Any], adapter_name: str) -> None:
+def _write(model: PeftModel, solution: Solution, adapter_name: str) -> None:
     tuner = _tuner(model)
-    tuner.load_factors(adapter_name, operator.left, operator.right)
-    tuner.peft_config[adapter_name].provenance = provenance
+    tuner.load_factors(adapter_name, solution.operator.left, solution.operator.right)
+    tuner.peft_config[adapter_name].provenance = solution.provenance
 
 
 def _verify(
     model: PeftModel,
-    operator: Operator,
+    solution: Solution,
     target: DualEncoder,
     terms: Terms,
     probes: ProbeSet | Sequence[ProbeSet] | None,
-    strength: float,
     adapter_name: str,
 ) -> dict[str, Any]:
     """How far the live and the merged model are from the operator; a wrong edit site would be silent otherwise."""
-    probe_set = next(iter(probe_sets_of(_as_list(terms), probes).values()))
+    probe_set = next(iter(probe_sets_of(term_list(terms), probes).values()))
     tower, tuner = target.site.tower, _tuner(model)
     if tower == "text":
         prompts = list(dict.fromkeys(prompt for column in probe_set.columns for prompt in column))[:_VERIFIED]
@@ -271,7 +232,7 @@ def _verify(
 
     with unedited(target):
         before = read(design=True)
-    expected = operator.apply(before.unit.cpu(), before.design.cpu(), strength=strength)
+    expected = solution.operator.apply(before.unit.cpu(), before.design.cpu(), strength=solution.strength)
     layer = bare_model(model).get_submodule(target.site.module)
     active = list(tuner.active_adapters)
     deviations: dict[str, float | None] = {"live": None, "merged": None}
