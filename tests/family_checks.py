@@ -13,7 +13,8 @@ from tiny import tiny_encoder, tiny_probes
 from torch import Tensor
 
 from hf_platonic.descriptor import TaskDescriptor
-from hf_platonic.encoders import DualEncoder
+from hf_platonic.encoders import DualEncoder, save_open_clip
+from hf_platonic.encoders.open_clip_models import OpenClipConfig
 from hf_platonic.errors import EncoderError
 from hf_platonic.extraction import extract
 from hf_platonic.probes import ProbeSet
@@ -24,6 +25,7 @@ PROMPTS = ["a cat", "a dog in the snow", "one bird"]
 PLACES: dict[str, dict[str, Any]] = {
     "output": {"site": "output"},
     "input": {"site": "input"},
+    "features": {"site": "features"},
     "text": {"tower": "text"},
 }
 
@@ -43,9 +45,9 @@ class Edit:
     live: float
     """Of the live adapter and the operator."""
     merged: float
-    """Of the merged model and the live adapter."""
+    """Of the merged model and the live adapter; 0 where an edit stays live."""
     reloaded: float
-    """Of the merged model, saved and loaded by its plain class, and the merged one."""
+    """Of the merged model, saved and loaded by its plain class, and the merged one; or of the live adapter."""
     restored: bool
     """Whether unmerging gave every bit back."""
     other_tower: float
@@ -74,6 +76,10 @@ def own_logits(encoder: DualEncoder, probes: list[Any]) -> Tensor | None:
     if encoder.family.name == "X-CLIP":  # adapts each prompt to the video
         return None
     inputs = {**encoder.preprocess(probes), **encoder._prompt_inputs(encoder._tokenise(PROMPTS))}
+    if encoder.family.name.startswith("open_clip"):
+        with torch.no_grad():
+            own: Tensor = encoder.model.get_logits(inputs["pixel_values"], inputs["input_ids"])[0]
+        return own
     itc = encoder.family.name.startswith("BLIP image-text")
     with torch.no_grad():
         output = encoder.model(**inputs, **({"use_itm_head": False} if itc else {}))
@@ -123,16 +129,19 @@ def edit(family: str, task: TaskDescriptor, place: dict[str, Any]) -> Edit | Non
     expected = operator.apply(before[tower], design, strength=0.7)
 
     model = transfer(task, target, strength=0.7, **place)
-    live = embeddings(target, probes)
-    model.merge_adapter()
-    merged = embeddings(target, probes)
-    model.unmerge_adapter()
-    restored = model.unload().state_dict()
-    plain = merged_model(family, task, place)
+    live = merged = embeddings(target, probes)
     with tempfile.TemporaryDirectory() as folder:
-        plain.save_pretrained(folder)
-        again = DualEncoder(type(plain).from_pretrained(folder, dtype=torch.float32), target.processor)
+        if place.get("site") == "features":
+            model.save_pretrained(folder, save_embedding_layers=False)
+            loaded = PeftModel.from_pretrained(tiny_encoder(family, seed=2).model, folder)
+            again = DualEncoder(loaded, target.processor)
+        else:
+            model.merge_adapter()
+            merged = embeddings(target, probes)
+            model.unmerge_adapter()
+            again = saved_and_loaded(merged_model(family, task, place), target.processor, folder)
         reloaded = embeddings(again, probes)
+    restored = model.unload().state_dict()
     return Edit(
         moved=distance(expected, before[tower]),
         live=distance(live[tower], expected),
@@ -141,6 +150,15 @@ def edit(family: str, task: TaskDescriptor, place: dict[str, Any]) -> Edit | Non
         restored=restored.keys() == state.keys() and all(torch.equal(v, state[k]) for k, v in restored.items()),
         other_tower=distance(live[other], before[other]),
     )
+
+
+def saved_and_loaded(plain: Any, processor: Any, folder: str) -> DualEncoder:
+    """The model from its files, by its plain class."""
+    if isinstance(plain.config, OpenClipConfig):
+        save_open_clip(plain, folder)
+        return DualEncoder.from_pretrained(f"local-dir:{folder}")
+    plain.save_pretrained(folder)
+    return DualEncoder(type(plain).from_pretrained(folder, dtype=torch.float32), processor)
 
 
 def merged_model(family: str, task: TaskDescriptor, place: dict[str, Any]) -> Any:
@@ -186,6 +204,10 @@ LABELS = {
     "siglip2_naflex": "SigLIP 2 (NaFlex)",
     "clap": "CLAP",
     "clap_fused": "CLAP (fused)",
+    "open_clip": "open_clip: CLIP",
+    "open_clip_eva": "open_clip: EVA-CLIP",
+    "open_clip_siglip": "open_clip: SigLIP",
+    "open_clip_resnet": "open_clip: CLIP's ResNets",
 }
 HEADER = (
     "| family | class | source | probe tower as target | text tower as target | order of `forward`'s logits | "
@@ -198,6 +220,7 @@ def support_row(family: str, found: Checks) -> str:
     """One row of the table, as Markdown; a deviation is given as the power of ten it stays below."""
     places = [name for name in ("output", "input") if name in found.edits]
     probe = f"{' or '.join(places)} of `{found.layers[places[0]]}`" if places else "no"
+    probe += ", or features" if "features" in found.edits else ""
     text = f"`{found.layers['text']}`" if "text" in found.edits else "no"
     edits = found.edits.values()
     worst = max([found.batch, found.permuted, *(max(e.live, e.merged, e.reloaded, e.other_tower) for e in edits)])

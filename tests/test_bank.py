@@ -13,6 +13,7 @@ from hf_platonic.bank import OperatorBank
 from hf_platonic.descriptor import TaskDescriptor
 from hf_platonic.encoders.encoder import DualEncoder
 from hf_platonic.errors import BaseMismatchError, DescriptorFormatError, PlatonicError
+from hf_platonic.solutions import solve_operators
 from hf_platonic.transfers import transfer
 
 KEYS = (("clip", "task"), ("siglip", "task"))
@@ -55,6 +56,14 @@ def test_each_entry_is_a_peft_adapter_that_knows_its_base(
     )
     with pytest.raises(BaseMismatchError, match=r"hf_platonic\.transfer"):
         PeftModel.from_pretrained(tiny_encoder("siglip2", seed=5).model, tmp_path, subfolder="clip/task")
+
+
+def test_entries_take_the_options_of_the_solve(descriptors: dict[tuple[str, str], TaskDescriptor]) -> None:
+    target = tiny_encoder("siglip2", seed=2)
+    calibrated = OperatorBank.solve(descriptors, target, calibration="spread")
+    (expected,) = solve_operators([descriptors[KEYS[1]]], target, calibration="spread")
+    assert torch.equal(calibrated.operators[KEYS[1]].dense(), expected.dense())
+    assert calibrated.provenance[KEYS[1]]["calibration"] == "spread"
 
 
 def test_thin_factors_take_at_most_a_third_of_dense_ones(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_images
 
-from hf_platonic.descriptor import SCHEMA_VERSION, DescriptorSum, Source, TaskDescriptor
+from hf_platonic.descriptor import SCHEMA_VERSION, DescriptorSum, TaskDescriptor
 from hf_platonic.encoders.identity import EncoderIdentity
 from hf_platonic.errors import DescriptorFormatError, GridMismatchError, HubError, PlatonicError
 from hf_platonic.grid import Grid, digest
 from hf_platonic.probes import ProbeSet
+from hf_platonic.sources import Source
 
 PROBES = ProbeSet(tiny_images(5), prompts=["a", "b", "c"])
 OTHER = ProbeSet(tiny_images(4, seed=1), prompts=["a", "b", "c"])
@@ -122,6 +123,12 @@ def test_refuses_what_is_no_descriptor() -> None:
         TaskDescriptor(torch.full((5, 3), float("nan")), PROBES.grid)
     with pytest.raises(PlatonicError, match="at least one descriptor"):
         TaskDescriptor.mean([])
+    for wrong in (torch.zeros(5, dtype=torch.int64), torch.zeros(5, 1, dtype=torch.int32)):
+        with pytest.raises(PlatonicError, match=r"Expected `predictions` of shape \(5,\) in int32, got"):
+            descriptor(predictions=wrong)
+    for outside in (-1, 3):
+        with pytest.raises(PlatonicError, match=r"Expected `predictions` in \[0, 3\)"):
+            descriptor(predictions=torch.full((5,), outside, dtype=torch.int32))
     with pytest.raises(TypeError):
         descriptor() + 1  # type: ignore[operator]
 
@@ -137,6 +144,22 @@ def test_saved_and_loaded_is_bit_equal(tmp_path: Path) -> None:
     assert (a.grid, a.sources, a.spread, a.name) == (b.grid, b.sources, b.spread, b.name)
     assert b.probes is None
     assert sorted(p.name for p in (tmp_path / "d").iterdir()) == ["descriptor.safetensors", "descriptor_config.json"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_predictions_are_saved_as_whole_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
+    a = descriptor(predictions=torch.tensor([0, 2, 1, 1, 0], dtype=torch.int32))
+    a.save_pretrained(tmp_path, dtype=dtype)
+    assert load_file(tmp_path / TENSORS)["predictions"].dtype is torch.int32
+    found = TaskDescriptor.from_pretrained(tmp_path).predictions
+    assert found is not None
+    assert found.tolist() == [0, 2, 1, 1, 0]
+    descriptor().save_pretrained(tmp_path)
+    assert TaskDescriptor.from_pretrained(tmp_path).predictions is None
+    config = json.loads((tmp_path / CONFIG).read_text())
+    del config["predictions"]  # as an earlier version wrote it
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    assert TaskDescriptor.from_pretrained(tmp_path).predictions is None
 
 
 def test_saving_twice_replaces_and_leaves_other_files_alone(tmp_path: Path) -> None:
@@ -193,7 +216,7 @@ def test_an_interrupted_write_leaves_the_old_object(tmp_path: Path, monkeypatch:
     def full_disk(*_: object, **__: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
+    monkeypatch.setattr("os.fsync", full_disk)
     with pytest.raises(OSError, match="No space"):
         descriptor(1).save_pretrained(tmp_path)
     assert torch.equal(TaskDescriptor.from_pretrained(tmp_path).delta, descriptor(0).delta)
@@ -276,3 +299,21 @@ def test_refuses_broken_folders(case: str, tmp_path: Path) -> None:
     damage(folder)
     with pytest.raises(DescriptorFormatError, match=message):
         TaskDescriptor.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: rewrite(f, lambda t: {**t, "predictions": t["predictions"].long()}), "`predictions` in int32"),
+        (lambda f: rewrite(f, lambda t: {**t, "predictions": t["predictions"].float()}), "`predictions` in int32"),
+        (lambda f: rewrite(f, lambda t: {**t, "predictions": t["predictions"][:4]}), r"of shape \(5,\) .*\(4,\)"),
+        (lambda f: rewrite(f, lambda t: {**t, "predictions": t["predictions"] + 7}), r"`predictions` in \[0, 3\)"),
+        (lambda f: rewrite(f, lambda t: {k: v for k, v in t.items() if k != "predictions"}), "Expected tensors"),
+        (edit_config(predictions=False), "Expected tensors"),
+    ],
+)
+def test_refuses_broken_predictions(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    descriptor(predictions=torch.zeros(5, dtype=torch.int32)).save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(DescriptorFormatError, match=message):
+        TaskDescriptor.from_pretrained(tmp_path)

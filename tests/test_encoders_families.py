@@ -41,6 +41,20 @@ def test_unknown_models_are_refused_with_the_list():
         family_of(torch.nn.Linear(2, 2))
 
 
+def test_scores_that_are_dot_products_are_refused():
+    text = {**TEXT, "hidden_size": 16, "vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    sound = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    codec = {"encoder_hidden_size": 4, "hidden_size": 16, "downsampling_ratios": [2, 2], "n_codebooks": 1}
+    config = tf.PeAudioConfig(
+        text_config={**text, "cls_token_id": 1, "sep_token_id": 2, "hidden_size": 24},
+        audio_config={**sound, "num_key_value_heads": 2, "head_dim": 8, "dac_config": codec},
+    )
+    with pytest.raises(
+        EncoderError, match=r"scores by cosines, got PeAudioModel of .*'pe_audio', which .* dot products"
+    ):
+        DualEncoder(tf.PeAudioModel(config), None)
+
+
 def test_half_a_model_is_refused():
     vision = tf.CLIPVisionModel(tf.CLIPVisionConfig(**VISION))
     with pytest.raises(EncoderError, match="CLIPVisionModel of model type 'clip_vision_model'"):

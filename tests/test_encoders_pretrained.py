@@ -1,5 +1,6 @@
 """`DualEncoder.from_pretrained` on local folders: whole models, adapters, and everything that can be missing."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,20 @@ def test_audio_survives_a_round_trip_with_long_clips(saved):
     here, loaded = tiny_encoder("clap_fused"), DualEncoder.from_pretrained(saved("clap_fused"))
     assert torch.equal(here.encode_probes(clips).unit, loaded.encode_probes(clips).unit)
     assert Path(loaded.identity.repo or "").parts == ("clap_fused",)
+
+
+@pytest.mark.parametrize("name", ["hf-hub:owner/name", "local-dir:folder"])
+def test_open_clip_models_need_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(
+        ImportError, match=r"the package open_clip for this model.*pip install hf-platonic\[open-clip\]"
+    ):
+        DualEncoder.from_pretrained(name)
+
+
+def test_a_torchvision_of_another_build_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "open_clip.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "open_clip", raising=False)
+    with pytest.raises(ImportError, match=r"got RuntimeError: operator.*torchvision of the same build as torch"):
+        DualEncoder.from_pretrained("hf-hub:owner/name")

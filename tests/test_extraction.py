@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -153,3 +154,29 @@ def test_spread_of_known_matrices() -> None:
     assert spread(matrix) == 1.0
     assert float(row_centred(matrix).sum()) == 0.0
     assert math.isclose(spread(matrix), spread(matrix + 5.0))
+
+
+def test_some_rows_of_a_descriptor_are_the_extraction_on_those_probes() -> None:
+    base, tuned = pair()
+    probes = ProbeSet(tiny_probes(base, 8), prompts=PROMPTS)
+    whole = extract(base, tuned, probes, store_base=True)
+    part, direct = whole.select([1, 4, 6]), extract(base, tuned, probes.select([1, 4, 6]), store_base=True)
+    torch.testing.assert_close(part.delta, direct.delta, rtol=0, atol=1e-6)
+    assert part.grid.fingerprint == direct.grid.fingerprint
+    assert part.spread == pytest.approx(direct.spread, rel=1e-4)
+    assert part.predictions is not None
+    assert direct.predictions is not None
+    assert torch.equal(part.predictions, direct.predictions)
+    with pytest.raises(PlatonicError, match="with its probes at hand"):
+        replace(whole, probes=None).select([0])
+
+
+def test_predictions_are_the_fine_tunes_nearest_prompts() -> None:
+    base, tuned = pair()
+    probes = ProbeSet(tiny_probes(base, 8), prompts=PROMPTS)
+    found = extract(base, tuned, probes, store_base=True)
+    assert found.predictions is not None
+    assert found.base_affinity is not None
+    assert torch.equal(found.predictions.long(), (found.base_affinity + found.delta).argmax(dim=1))
+    assert (2.0 * found).predictions is found.predictions
+    assert (found + found).predictions is None

@@ -15,8 +15,8 @@ from transformers import pipeline
 from hf_platonic.encoders import families as table
 from hf_platonic.transfers import transfer
 
-PLACES_OF = {family: {"output", "input", "text"} for family in FAMILIES}
-PLACES_OF |= {family: {"input", "text"} for family in ("siglip", "siglip2", "siglip2_naflex")}
+PLACES_OF = {family: {"output", "input", "features", "text"} for family in FAMILIES}
+PLACES_OF |= {family: {"input", "features", "text"} for family in ("siglip", "siglip2", "siglip2_naflex")}
 PLACES_OF |= {"align": {"text"}, "tipsv2": set(), "xclip": set()}
 TABLE = (Path(__file__).parent.parent / "docs" / "families.md").read_text(encoding="utf-8")
 

@@ -88,10 +88,10 @@ def objects(folder: Path) -> dict[str, tuple[Path, Callable[[Path], object]]]:
     from tiny import tiny_clips, tiny_images
 
     from hf_platonic import Operator, OperatorBank, ProbeSet, TaskDescriptor
-    from hf_platonic.descriptor import Source
     from hf_platonic.encoders.families import EditSite
     from hf_platonic.encoders.identity import EncoderIdentity
     from hf_platonic.hub import describe
+    from hf_platonic.sources import Source
 
     who = EncoderIdentity("me/base", "0" * 40, None, None, "clip", "c", "p")
     reference = {"repo": "me/data", "revision": "1" * 40, "name": None, "split": "train", "column": "image"}

@@ -210,7 +210,6 @@ def test_gated_repo(hub: Hub, repo: str, tmp_path: Path) -> None:
         ({"files": ["other.json"]}, "file_not_found", "no such file"),
         ({"subfolder": "elsewhere"}, "file_not_found", "subfolder"),
         ({"repo_type": "dataset"}, "unauthorized", "no such repo"),
-        ({"max_bytes": 100_000}, "too_large", "at most 100,000 bytes"),
     ],
 )
 def test_what_is_not_there_is_told_apart(

@@ -227,3 +227,26 @@ def test_sound_features_ignore_the_batch():
     _, processor = load(model_path("clap-narrow"))
     clips = load_task("rhythms").split("test", 3).inputs
     torch.testing.assert_close(process(processor, clips)[1:2], process(processor, clips[1:2]), rtol=0, atol=0)
+
+
+def test_captions_fit_their_own_picture_alone() -> None:
+    split = playground.load_captioned("captions").split()
+    assert len(split) == len(set(split.captions)) == 400
+    head = playground.load_captioned("captions").split(20)
+    assert head.captions == split.captions[:20]
+    assert [i.tobytes() for i in head.inputs] == [i.tobytes() for i in split.inputs[:20]]
+    digest = hashlib.sha256("\n".join(split.captions).encode()).hexdigest()
+    assert digest[:16] == "5b56ebdff7803d63"
+    with pytest.raises(ValueError, match="Expected a retrieval task out of .*'captions'.*, got 'songs'"):
+        playground.load_captioned("songs")
+    for n in (0, 1001):
+        with pytest.raises(ValueError, match=f"Expected `n` from 1 to 1000 for 'captions', got {n}"):
+            playground.load_captioned("captions").split(n)
+
+
+@pytest.mark.parametrize("model", ["clip-narrow", "siglip2"])
+def test_models_find_captions(model: str) -> None:
+    base, processor = load(model_path(model))
+    split = playground.load_captioned("captions").split(100)
+    prompts = class_embeddings(model, base, processor, split.captions, ("{}",))
+    assert accuracy(embed(base, process(processor, split.inputs)), prompts, range(100)) > 0.8

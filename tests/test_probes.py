@@ -1,6 +1,7 @@
 """Probe sets: order, prompts, fingerprints, sources, files."""
 
 import doctest
+import gc
 import hashlib
 import io
 import json
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 from tiny import tiny_clips, tiny_encoder, tiny_images
 
-from hf_platonic import probe_sources
+from hf_platonic import _hashes, grid, probe_sources
 from hf_platonic import probes as probes_module
 from hf_platonic.encoders.media import Audio, content_hash
 from hf_platonic.errors import DescriptorFormatError, GridMismatchError, ProbeError, PromptError
@@ -242,8 +243,11 @@ def test_a_dataset_must_be_one_split_with_one_column_and_rows():
     two = datasets.concatenate_datasets([data, data.rename_columns({"picture": "second", "label": "other"})], axis=1)
     with pytest.raises(ProbeError, match=r"one split, got \['train'\]"):
         ProbeSet.from_dataset(datasets.DatasetDict(train=data), prompts=["a"])
-    with pytest.raises(ProbeError, match="got IterableDataset.*streamed"):
-        ProbeSet.from_dataset(data.to_iterable_dataset(), prompts=["a"])
+    with pytest.raises(ProbeError, match="with rows, got an empty one"):
+        ProbeSet.from_dataset(data.to_iterable_dataset().take(0), prompts=["a"])
+    untyped = datasets.IterableDataset.from_generator(lambda: iter([{"picture": 1}]))
+    with pytest.raises(ProbeError, match="knows its features, got one without"):
+        ProbeSet.from_dataset(untyped, prompts=["a"])
     with pytest.raises(ProbeError, match="datasets.Dataset, got list"):
         ProbeSet.from_dataset([1], prompts=["a"])
     with pytest.raises(ProbeError, match=r"got \['picture', 'second'\]"):
@@ -252,6 +256,35 @@ def test_a_dataset_must_be_one_split_with_one_column_and_rows():
         ProbeSet.from_dataset(data.select_columns(["label"]), prompts=["a"])
     with pytest.raises(ProbeError, match="with rows, got an empty one"):
         ProbeSet.from_dataset(data.select([]), prompts=["a"])
+
+
+def test_streaming_gives_the_same_probes_and_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    data = image_dataset()
+    whole = ProbeSet.from_dataset(data, prompts=["a"]).content_hashes
+    probes = ProbeSet.from_dataset(data.to_iterable_dataset(), prompts=["a"])
+    assert probes.content_hashes == whole
+    drawn = ProbeSet.from_dataset(data.to_iterable_dataset().take(4), prompts=["a"], indices=[3, 1])
+    assert drawn.content_hashes == (whole[3], whole[1])
+    assert len(list(tmp_path.iterdir())) == 2
+    picked = probes.select([2])
+    del probes, drawn
+    gc.collect()
+    assert len(list(tmp_path.iterdir())) == 1  # still needed by what was picked
+    assert ProbeSet([picked[0]], prompts=["a"]).content_hashes == (whole[2],)
+    del picked
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_streamed_files_beside_the_data_come_in_too(tmp_path):
+    for index, image in enumerate(tiny_images(3)):
+        image.save(tmp_path / f"{index}.jpg", quality=30)
+    options = {"data_dir": str(tmp_path), "split": "train"}
+    stream = datasets.load_dataset("imagefolder", streaming=True, **options)
+    loaded = datasets.load_dataset("imagefolder", cache_dir=str(tmp_path / "cache"), **options)
+    hashes = [ProbeSet.from_dataset(data, prompts=["a"]).content_hashes for data in (stream, loaded)]
+    assert hashes[0] == hashes[1]
 
 
 def wav(clip):
@@ -424,7 +457,7 @@ def test_an_unknown_data_set_says_what_to_do(monkeypatch):
 
 
 def test_the_example_in_the_class_runs():
-    assert doctest.testmod(probes_module).failed == 0
+    assert all(doctest.testmod(module).failed == 0 for module in (probes_module, grid, _hashes))
 
 
 def test_a_png_is_stored_as_it_was_decoded(tmp_path):

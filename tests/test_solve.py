@@ -97,6 +97,23 @@ def test_primal_equals_dual() -> None:
     assert relative(a[0] @ a[1], b[0] @ b[1]) < 1e-9
 
 
+@pytest.mark.parametrize("ridge", [1e-2, 1e-4, 1e-6, 1e-8])
+@pytest.mark.parametrize("n", [5, 20])
+def test_few_probes_on_several_processes_equal_the_dual_form(n: int, ridge: float) -> None:
+    """Sums only add in the primal form, whose null space then has p - n dimensions: what rounding makes of that."""
+    design, prompts, delta = grid(n, 7, 48)
+    design = normalize(design + 1.0, dim=-1)  # one direction far above the others, as embeddings have
+    parts = [ProbeSums.zeros(48, 7) for _ in range(2)]
+    for part, rows in zip(parts, (slice(0, 3), slice(3, n)), strict=True):
+        part.update(design[rows], [delta[rows]])
+    sums = parts[0].merge(parts[1])
+    left, right = GridSolver.from_sums(sums, prompts, probe_ridge=ridge).solve_cross(sums.cross)
+    dual = GridSolver.of(design, prompts, probe_ridge=ridge)
+    assert dual.design is not None
+    ((expected, _),) = dual.solve([delta], design)
+    assert relative(left @ right, expected @ right) < n * 2.2e-16 / ridge
+
+
 def test_streamed_and_merged_sums_equal_the_whole() -> None:
     design, prompts, delta = grid(5000, 6, 32)
     whole, first, second = (ProbeSums.zeros(32, 6) for _ in range(3))

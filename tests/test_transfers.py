@@ -20,8 +20,9 @@ from hf_platonic.encoding import encode_columns, encode_probes
 from hf_platonic.errors import EncoderError, GridMismatchError, PlatonicError
 from hf_platonic.extraction import extract
 from hf_platonic.probes import ProbeSet
-from hf_platonic.solutions import paper_strength, solve_operators
+from hf_platonic.solutions import solve_operators
 from hf_platonic.solve import closed_form
+from hf_platonic.terms import paper_strength
 from hf_platonic.transfers import transfer
 
 IMAGE_FAMILIES = [name for name in FAMILIES if not name.startswith("clap")]

@@ -291,6 +291,8 @@ BUILDERS: dict[str, Callable[..., tuple[Any, Any]]] = {
     "clap_fused": clap_fused,
 }
 SOURCE_BUILDERS: dict[str, Callable[..., tuple[Any, Any]]] = {"align": align, "tipsv2": tipsv2, "xclip": xclip}
+EXTRA_BUILDERS: dict[str, Callable[..., tuple[Any, Any]]] = {}
+"""Of models behind an extra, filled in by `tiny_open_clip`."""
 FAMILIES = tuple(BUILDERS)
 """Those whose probe tower can be edited."""
 SOURCES = tuple(SOURCE_BUILDERS)
@@ -302,7 +304,7 @@ def tiny_parts(family: str = "clip", *, seed: int = 0) -> tuple[Any, Any]:
     """(model in evaluation mode, processor) of a family; equal seeds give equal weights."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model, processor = {**BUILDERS, **SOURCE_BUILDERS}[family]()
+        model, processor = {**BUILDERS, **SOURCE_BUILDERS, **EXTRA_BUILDERS}[family]()
         for parameter in model.parameters():  # the libraries' small initial values hide mistakes
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)

@@ -14,12 +14,17 @@ from .tuner import PlatonicConfig, PlatonicModel
 if TYPE_CHECKING:
     from .affinities import affinity, spread
     from .bank import OperatorBank
+    from .consensus import Consensus
+    from .coresets import select_probes
     from .descriptor import DescriptorSum, TaskDescriptor
     from .encoders import DualEncoder, register_family, supported_families
     from .errors import PlatonicError
     from .evaluation import EvaluationReport, EvaluationSet, evaluate, zero_shot_accuracy
     from .export import export_lora, push_adapter
     from .extraction import extract
+    from .few_shot import finish_transfer
+    from .joint import JointTerm, joint_solve
+    from .matching import MatchingArguments, match_affinities
     from .operator import Operator
     from .probes import ProbeSet
     from .solutions import solve_operators
@@ -29,10 +34,13 @@ if TYPE_CHECKING:
 __version__ = version("hf-platonic")
 
 _HOMES = {
+    "Consensus": "consensus",
     "DescriptorSum": "descriptor",
     "DualEncoder": "encoders",
     "EvaluationReport": "evaluation",
     "EvaluationSet": "evaluation",
+    "JointTerm": "joint",
+    "MatchingArguments": "matching",
     "Operator": "operator",
     "OperatorBank": "bank",
     "PlatonicError": "errors",
@@ -43,9 +51,13 @@ _HOMES = {
     "evaluate": "evaluation",
     "export_lora": "export",
     "extract": "extraction",
+    "finish_transfer": "few_shot",
     "initialize_platonic_weights": "transfers",
+    "joint_solve": "joint",
+    "match_affinities": "matching",
     "push_adapter": "export",
     "register_family": "encoders",
+    "select_probes": "coresets",
     "solve_operators": "solutions",
     "spread": "affinities",
     "supported_families": "encoders",
@@ -54,10 +66,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "Consensus",
     "DescriptorSum",
     "DualEncoder",
     "EvaluationReport",
     "EvaluationSet",
+    "JointTerm",
+    "MatchingArguments",
     "Operator",
     "OperatorBank",
     "PlatonicConfig",
@@ -71,9 +86,13 @@ __all__ = [
     "evaluate",
     "export_lora",
     "extract",
+    "finish_transfer",
     "initialize_platonic_weights",
+    "joint_solve",
+    "match_affinities",
     "push_adapter",
     "register_family",
+    "select_probes",
     "solve_operators",
     "spread",
     "supported_families",

@@ -85,7 +85,6 @@ def fetch_folder(
     local_files_only: bool = False,
     force_download: bool = False,
     repo_type: RepoType = "model",
-    max_bytes: int | None = None,
 ) -> Fetched:
     """The folder with the named files of one commit, from the Hub, the cache or the disk.
 
@@ -104,7 +103,6 @@ def fetch_folder(
         local_files_only: Ask the cache only, as with HF_HUB_OFFLINE=1: no request is made.
         force_download: Download again what the cache has.
         repo_type: "model" or "dataset".
-        max_bytes: Most bytes that all files together may have; checked before they're downloaded.
 
     Raises:
         HubError: If it can't be had; `kind` tells why. Also for a path that leads out of the repo or the cache.
@@ -122,7 +120,7 @@ def fetch_folder(
         _inside(revision, "revision")
     options = {"repo_type": repo_type, "token": token, "cache_dir": cache_dir, "library_name": _LIBRARY}
     what = f"{repo_type} {repo_or_path!r}" + (f" at revision {revision!r}" if revision else "")
-    pull = _Pull(_checked_id(str(repo_or_path)), what, must, may, below, max_bytes, options)
+    pull = _Pull(_checked_id(str(repo_or_path)), what, must, may, below, options)
     if local_files_only or is_offline_mode():
         return pull.from_cache(revision)
     try:
@@ -218,7 +216,6 @@ class _Pull:
     must: list[str]
     may: list[str]
     below: str
-    max_bytes: int | None
     options: dict[str, Any]  # what every download of the client takes
 
     def commit(self, revision: str | None, *, retry: bool = False) -> str:
@@ -250,21 +247,20 @@ class _Pull:
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
         listing = self._listing(commit) or self._ask_listing(commit) if self._patterns else []
-        sizes: dict[str, int] = {}
+        there: list[str] = []
         absent = set()
         for name, needed in self._names(listing):
             if not force and self._cached(name, commit) == _ABSENT:
                 continue
             try:
-                found = hf_hub_download(self.id, name, revision=commit, dry_run=True, **self.options)
-                sizes[name] = found.file_size or 0
+                hf_hub_download(self.id, name, revision=commit, dry_run=True, **self.options)
+                there.append(name)
             except RemoteEntryNotFoundError:
                 if needed:
                     raise
                 absent.add(name)
-        self._check_size(sum(sizes.values()))
         # The first file last: without it, and without the ref below, the cache doesn't show an interrupted pull.
-        for name in reversed(sizes):
+        for name in reversed(there):
             hf_hub_download(self.id, name, revision=commit, force_download=force, **self.options)
         if self._cached_commit(revision) != commit:
             # For the ref, by which the revision is known offline.
@@ -302,7 +298,6 @@ class _Pull:
                     f"{str(path)!r} and pull again.",
                     kind="unsafe_path",
                 )
-        self._check_size(sum(path.stat().st_size for path in paths.values()))
         return Fetched(snapshot / self.below, self.id, commit)
 
     def from_cache_if_whole(self, revision: str | None) -> Fetched | None:
@@ -367,14 +362,6 @@ class _Pull:
                     raise self._error("file_not_found", wanted)
             yield from ((name, needed) for name in names if name not in seen)
             seen.update(names)
-
-    def _check_size(self, total: int) -> None:
-        if self.max_bytes is not None and total > self.max_bytes:
-            raise HubError(
-                f"Expected at most {self.max_bytes:,} bytes from {self.what}, got {total:,}. Check that it's the repo "
-                "you mean, or raise the limit.",
-                kind="too_large",
-            )
 
     def _error(self, kind: str, name: str) -> HubError:
         return HubError(f"Can't use {self.what}, file {name!r}: {REMEDIES[kind]}", kind=kind)

@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-__all__ = ["gather_objects", "gather_rows", "own_slice", "process_state"]
+__all__ = ["gather_objects", "gather_rows", "own_slice", "process_state", "sum_over_processes"]
 
 
 _T = TypeVar("_T")
@@ -67,3 +67,17 @@ def gather_rows(rows: Tensor) -> Tensor:
         Shape (total, columns).
     """
     return torch.cat(gather_objects(rows.cpu()))
+
+
+def sum_over_processes(own: Tensor) -> Tensor:
+    """The sum of one tensor of every process, all of one shape, on every process; on the tensor's device.
+
+    An all-reduce: what it sends doesn't grow with the number of probes behind the tensor.
+    """
+    state = process_state()
+    if state.num_processes == 1:
+        return own
+    from accelerate.utils import reduce
+
+    found: Tensor = reduce(own.to(state.device), reduction="sum")
+    return found.to(own.device)

@@ -1,10 +1,17 @@
-"""Safetensors files that are whole, of the expected shapes, and of the same save as their config, or refused."""
+"""Safetensors files that are whole, of the expected shapes, and of the same save as their config, or refused.
+
+Writing streams: a tensor goes to disk in pieces, so that it may be larger than memory. Reading maps: a loaded tensor
+is a view of the file, and its pages come in when looked at.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,38 +19,123 @@ from torch import Tensor
 from ._files import write_atomic
 from .errors import DescriptorFormatError
 
-__all__ = ["DTYPES", "load_tensors", "save_tensors"]
+__all__ = ["DTYPES", "Stream", "blocks", "load_tensors", "save_tensors", "stream_tensors"]
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-"""What may stand in a file, by safetensors' names."""
+"""What a descriptor or a bank may hold, by safetensors' names."""
+
+_OTHERS = {"I32": torch.int32}
+"""What may stand beside that, where a caller says so."""
+
+_NAMES = {
+    **{dtype: name for name, dtype in (DTYPES | _OTHERS).items()},
+    torch.float64: "F64",
+    torch.uint8: "U8",
+}
+_BLOCK = 2**20  # bytes at a time: bounds memory whatever the size, and is enough for full disk speed
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+@dataclass(frozen=True)
+class Stream:
+    """A tensor that is written piece by piece.
+
+    Attributes:
+        dtype: Of the file: float16, bfloat16, float32, float64, int32 or uint8.
+        shape: Of the whole tensor.
+        pieces: Runs of its rows on the CPU, in order, of any float dtype (or the file's).
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Iterable[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole tensor in the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Runs of a tensor's rows, a megabyte each, in order: for passes that shouldn't copy the whole."""
+    if tensor.ndim == 0 or not tensor.numel():
+        yield tensor
+        return
+    rows = max(1, _BLOCK * len(tensor) // (tensor.numel() * tensor.element_size()))
+    for start in range(0, len(tensor), rows):
+        yield tensor[start : start + rows]
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> str:
     """Writes the tensors atomically and returns their digest, which is also in the file's metadata.
 
     Args:
         path: The file.
-        tensors: On the CPU, of one of `DTYPES`.
+        tensors: On the CPU, of one of `DTYPES`, or int32.
+        dtype: To write floats in; None: their own.
 
     Returns:
         SHA-256 over names and bytes, in hex.
     """
-    from safetensors.torch import save_file
+    return stream_tensors(
+        path,
+        {
+            name: Stream((t.is_floating_point() and dtype) or t.dtype, tuple(t.shape), blocks(t.detach()))
+            for name, t in tensors.items()
+        },
+    )
 
-    contiguous = {name: tensors[name].detach().contiguous() for name in sorted(tensors)}
+
+def stream_tensors(path: Path, streams: Mapping[str, Stream]) -> str:
+    """Writes a safetensors file atomically from pieces; as `save_tensors`, with no more than a piece in memory."""
+    # Wide types first: every tensor then starts at a multiple of its item size, which readers that map the file need.
+    names = sorted(streams, key=lambda name: (-streams[name].dtype.itemsize, name))
     total = hashlib.sha256()
-    for name, tensor in contiguous.items():
-        total.update(name.encode())
-        total.update(tensor.view(torch.uint8).numpy().data)
-    metadata = {"format": "pt", "digest": total.hexdigest()}
-    write_atomic(path, lambda temporary: save_file(contiguous, temporary, metadata=metadata))
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            file.write(_header(streams, names, total.hexdigest()))
+            for name in names:
+                total.update(name.encode())
+                stream, written = streams[name], 0
+                for piece in stream.pieces:
+                    raw = piece.to(stream.dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
+                    total.update(raw)
+                    written += file.write(raw)
+                if written != stream.nbytes:
+                    raise DescriptorFormatError(
+                        f"Expected {stream.nbytes} bytes of `{name}` for {path}, got {written}. Nothing was written."
+                    )
+            file.seek(0)  # the digest is known now, and takes as many bytes as the one that stood in for it
+            file.write(_header(streams, names, total.hexdigest()))
+
+    write_atomic(path, write)
     return total.hexdigest()
 
 
+def _header(streams: Mapping[str, Stream], names: Iterable[str], digest: str) -> bytes:
+    """Length and JSON that a safetensors file begins with, padded to a multiple of eight bytes."""
+    entries: dict[str, Any] = {"__metadata__": {"digest": digest, "format": "pt"}}
+    start = 0
+    for name in names:
+        stream = streams[name]
+        end = start + stream.nbytes
+        entries[name] = {"dtype": _NAMES[stream.dtype], "shape": list(stream.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def load_tensors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], *, dtype: str, digest: str, config: str
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    dtype: str,
+    digest: str,
+    config: str,
+    integers: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """The tensors of a file, once its header agrees with what the config says; only then is memory taken.
+    """The tensors of a file, once its header agrees with what the config says; only then is the file mapped.
 
     Args:
         path: The file.
@@ -51,9 +143,10 @@ def load_tensors(
         dtype: Their dtype as the config names it, e.g. "float32".
         digest: The save's digest as the config has it.
         config: The config's file name, for messages.
+        integers: Names of those that are int32 instead.
 
     Returns:
-        The tensors, by name, in the file's dtype.
+        The tensors, by name, in the file's dtype; views of the mapped file.
 
     Raises:
         DescriptorFormatError: If the file is missing, truncated, oversized or foreign, or of another save.
@@ -72,9 +165,11 @@ def load_tensors(
                 shape, got = tuple(entry.get_shape()), entry.get_dtype()
                 if shape != shapes[name]:
                     raise DescriptorFormatError(f"Expected `{name}` of shape {shapes[name]} in {path}, got {shape}.")
-                if str(DTYPES.get(got, got)).removeprefix("torch.") != dtype or got not in DTYPES:
-                    found = str(DTYPES.get(got, got)).removeprefix("torch.")
-                    raise DescriptorFormatError(f"Expected `{name}` in {dtype} in {path}, got {found}.")
+                known = DTYPES | _OTHERS
+                found = str(known.get(got, got)).removeprefix("torch.")
+                wanted = "int32" if name in integers else dtype
+                if found != wanted or got not in known:
+                    raise DescriptorFormatError(f"Expected `{name}` in {wanted} in {path}, got {found}.")
             saved = (file.metadata() or {}).get("digest")
             if saved != digest:
                 raise DescriptorFormatError(

@@ -11,6 +11,7 @@ from typing import Any
 
 from ._files import read_json, write_json
 from ._hub import Pushed, fetch_folder
+from ._pooling import features_of
 from ._publish import inherited_license, push_saved
 from ._tensors import load_tensors, save_tensors
 from .cards import bank_card, hub_repo
@@ -20,8 +21,9 @@ from .encoders.families import EditSite, SiteKind, Tower, bare_model
 from .encoders.identity import EncoderIdentity
 from .errors import DescriptorFormatError, PlatonicError
 from .operator import Operator
-from .solutions import provenance_of, solve_operators
+from .solutions import solve_operators
 from .solve import PROBE_RIDGE, PROMPT_RIDGE
+from .terms import provenance_of
 from .tuner import PlatonicConfig
 from .tuner.base import record_base
 
@@ -77,7 +79,8 @@ class OperatorBank:
             prompt_ridge: Relative ridge on the prompt side, above 0.
             site: As in `solve_operators`.
             tower: As in `solve_operators`.
-            **options: Further options of `solve_operators`.
+            **options: Further options of `solve_operators`. Entries solved for endpoints answer as their fine-tunes,
+                one at a time; sums of them don't mean anything.
 
         Returns:
             The bank.
@@ -91,8 +94,9 @@ class OperatorBank:
         solved = solve_operators(
             list(descriptors.values()), target, probe_ridge=probe_ridge, prompt_ridge=prompt_ridge, **options
         )
+        chosen = {name: options[name] for name in ("objective", "calibration", "prompts") if name in options}
         provenance = {
-            key: provenance_of([descriptor], target, probe_ridge=probe_ridge, prompt_ridge=prompt_ridge)
+            key: provenance_of([descriptor], target, probe_ridge=probe_ridge, prompt_ridge=prompt_ridge, **chosen)
             for key, descriptor in descriptors.items()
         }
         operators = dict(zip(descriptors, solved, strict=True))
@@ -137,6 +141,7 @@ class OperatorBank:
                 r=operator.rank,
                 site=operator.site,
                 target_modules=[self.site.module],
+                features=self.site.features or None,
                 base_model_name_or_path=self.target.repo,
                 revision=self.target.revision,
                 inference_mode=True,
@@ -159,7 +164,7 @@ class OperatorBank:
         content = {
             "schema_version": SCHEMA_VERSION,
             "library_version": __version__,
-            "site": asdict(self.site),
+            "site": {key: value for key, value in asdict(self.site).items() if key != "features" or value},
             "target": self.target.to_dict(),
             "modality": self.modality,
             "base": dict(self.base),
@@ -266,8 +271,9 @@ class OperatorBank:
 
         try:
             place = config["site"]
-            site = EditSite(str(place["module"]), place["kind"], place.get("tower", "probe"))
-            if site.kind not in ("output", "input") or site.tower not in ("probe", "text"):
+            read = features_of(place.get("features", ()))
+            site = EditSite(str(place["module"]), place["kind"], place.get("tower", "probe"), read)
+            if site.kind not in ("output", "input", "features") or site.tower not in ("probe", "text"):
                 raise ValueError(f"site {site}")
             target = EncoderIdentity.from_dict(config["target"])
             entries = {_key(entry["key"]): _Entry.of(entry) for entry in config["entries"]}

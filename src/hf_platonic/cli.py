@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
+from .cli_verbs import add_verbs
 
 __all__ = ["main"]
 
@@ -42,6 +43,25 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, metavar="DIR", help="keep the saved descriptor and the merged checkpoint")
     demo.add_argument("--quiet", action="store_true", help="no progress bars")
     demo.set_defaults(run=_demo)
+    bench = commands.add_parser(
+        "benchmark",
+        help="run a suite of models, tasks and methods, and write tables, figures and one page",
+        description="Run a suite of models, tasks and methods; write results.json, tables, figures and one page. "
+        "An interrupted run goes on where it stopped when the same command is given again.",
+    )
+    bench.add_argument("--suite", metavar="NAME|FILE", help="a shipped suite, or a YAML file (docs/suites.md)")
+    bench.add_argument("--out", type=Path, metavar="DIR", help="folder of the run")
+    bench.add_argument("--data", type=Path, metavar="DIR", help="folder with the suite's data folders")
+    bench.add_argument("--models", type=Path, metavar="DIR", help="folder with the suite's model folders")
+    bench.add_argument("--plugin", type=Path, metavar="FILE", help="Python file to run first; it registers families")
+    bench.add_argument("--seeds", type=int, metavar="N", help="draw probes with this many seeds")
+    bench.add_argument("--tasks", metavar="A,B", help="only these tasks")
+    bench.add_argument("--processes", type=int, metavar="N", help="models measured at once (2 on a CPU, 1 on a GPU)")
+    bench.add_argument("--dry-run", action="store_true", help="say what would be used, and about how long it takes")
+    bench.add_argument("--report", type=Path, metavar="DIR", help="only draw the report of DIR/results.json again")
+    bench.add_argument("--quiet", action="store_true", help="no progress bar")
+    bench.set_defaults(run=_benchmark)
+    add_verbs(commands)
     push = commands.add_parser("push", help="push a saved descriptor, bank, probe set or adapter to the Hub")
     push.add_argument("folder", type=Path)
     push.add_argument("repo_id")
@@ -64,6 +84,40 @@ def _parser() -> argparse.ArgumentParser:
     pull.set_defaults(run=_pull)
     inspect.set_defaults(run=_inspect)
     return parser
+
+
+def _benchmark(options: argparse.Namespace) -> int:
+    from .benchmark import page, runs, suites
+    from .benchmark.figures import require_matplotlib
+
+    if options.report is not None:
+        print(page.write_report(options.report))
+        return 0
+    if options.suite is None:
+        raise ValueError(f"Expected --suite or --report, got neither. Shipped: {', '.join(suites.suite_names())}.")
+    tasks = None if options.tasks is None else options.tasks.split(",")
+    suite = runs.narrowed(suites.load_suite(options.suite), seeds=options.seeds, tasks=tasks)
+    if options.dry_run:
+        from .benchmark.plan import format_plan, plan
+
+        print(format_plan(plan(suite)))
+        return 0
+    if options.out is None:
+        raise ValueError("Expected --out, the folder to keep the run in, got none.")
+    require_matplotlib()  # before hours are spent
+    results = runs.run_benchmark(
+        suite,
+        options.out,
+        data=options.data,
+        models=options.models,
+        plugin=options.plugin,
+        processes=options.processes,
+        progress=False if options.quiet else None,
+    )
+    path = page.write_report(options.out)
+    print(page.headline(results))
+    print(path)
+    return 0
 
 
 def _push(options: argparse.Namespace) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,43 +16,20 @@ from ._checks import finite, matrix
 from ._files import read_json, write_json
 from ._hub import Pushed, fetch_folder
 from ._publish import inherited_license, push_saved
-from ._tensors import DTYPES, load_tensors, save_tensors
+from ._tensors import DTYPES, blocks, load_tensors, save_tensors
+from .affinities import spread
 from .cards import Results, descriptor_card, hub_repo
-from .encoders.identity import EncoderIdentity
 from .errors import DescriptorFormatError, GridMismatchError, PlatonicError
-from .probes import Grid, ProbeSet
+from .grid import Grid, require_same_grid
+from .probes import ProbeSet
+from .sources import Source, joined_sources
 
-__all__ = ["SCHEMA_VERSION", "DescriptorSum", "Source", "TaskDescriptor"]
+__all__ = ["SCHEMA_VERSION", "DescriptorSum", "TaskDescriptor"]
 
 SCHEMA_VERSION = 1
 TENSORS_NAME = "descriptor.safetensors"
 CONFIG_NAME = "descriptor_config.json"
 PROBES_NAME = "probes"
-
-
-@dataclass(frozen=True)
-class Source:
-    """One fine-tune that went into a descriptor, and with which coefficient.
-
-    Attributes:
-        base: The model before the fine-tune.
-        tuned: The model after it.
-        coefficient: Signed; 1 for a descriptor as extracted.
-    """
-
-    base: EncoderIdentity
-    tuned: EncoderIdentity
-    coefficient: float = 1.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"base": self.base.to_dict(), "tuned": self.tuned.to_dict(), "coefficient": self.coefficient}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Source:
-        """The inverse of `to_dict`."""
-        base, tuned = EncoderIdentity.from_dict(values["base"]), EncoderIdentity.from_dict(values["tuned"])
-        return cls(base, tuned, finite(values["coefficient"], "coefficient"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +45,8 @@ class TaskDescriptor:
         spread: Root mean square of the row-centred base affinity, for calibration; at least 0. Of a sum, the mean
             over its parts weighted by the size of their coefficients.
         base_affinity: `A(base)`, shape (n, m), float32, where it was kept.
+        predictions: The fine-tune's class index for each probe, shape (n,), int32: what a receiver chooses settings
+            by and forecasts its gain with. Multiples keep it; sums of several descriptors have none.
         name: What to call the task in messages, tables and cards.
         probes: The probe set itself while at hand; saved only when asked for.
         origin: Repo id and commit hash, of a descriptor pulled from the Hub as it is.
@@ -83,14 +63,23 @@ class TaskDescriptor:
     name: str | None = None
     probes: ProbeSet | None = field(default=None, repr=False)
     origin: tuple[str, str] | None = None
+    predictions: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         shape = (self.grid.n, self.grid.m)
         matrix(self.delta, "delta", shape)
-        if not bool(torch.isfinite(self.delta).all()):
+        if not all(bool(block.isfinite().all()) for block in blocks(self.delta)):
             raise PlatonicError("Expected a finite descriptor, got NaN or infinity. Extract it again in float32.")
         if self.base_affinity is not None:
             matrix(self.base_affinity, "base_affinity", shape)
+        if self.predictions is not None:
+            if tuple(self.predictions.shape) != (self.grid.n,) or self.predictions.dtype is not torch.int32:
+                raise PlatonicError(
+                    f"Expected `predictions` of shape ({self.grid.n},) in int32, got {tuple(self.predictions.shape)} "
+                    f"in {self.predictions.dtype}."
+                )
+            if not all(bool(((b >= 0) & (b < self.grid.m)).all()) for b in blocks(self.predictions)):
+                raise PlatonicError(f"Expected `predictions` in [0, {self.grid.m}), the classes' indices.")
         finite(self.spread, "spread")
 
     def __repr__(self) -> str:
@@ -107,8 +96,10 @@ class TaskDescriptor:
 
     def __mul__(self, coefficient: float) -> TaskDescriptor:
         c = finite(coefficient, "coefficient")
+        if c == 1.0:  # as it is, mapped from disk perhaps
+            return self
         sources = tuple(replace(s, coefficient=s.coefficient * c) for s in self.sources)
-        return replace(self, delta=self.delta * c, sources=sources, origin=self.origin if c == 1.0 else None)
+        return replace(self, delta=self.delta * c, sources=sources, origin=None)
 
     __rmul__ = __mul__
 
@@ -140,7 +131,7 @@ class TaskDescriptor:
 
     def _same_grid_sum(self, other: TaskDescriptor) -> TaskDescriptor:
         a, b = (sum(abs(s.coefficient) for s in d.sources) for d in (self, other))
-        spread = (a * self.spread + b * other.spread) / (a + b) if a + b > 0 else self.spread
+        mean = (a * self.spread + b * other.spread) / (a + b) if a + b > 0 else self.spread
         same_base = (
             self.base_affinity is not None
             and other.base_affinity is not None
@@ -149,8 +140,8 @@ class TaskDescriptor:
         return TaskDescriptor(
             self.delta + other.delta,
             self.grid,
-            sources=_joined(self.sources, other.sources),
-            spread=self.spread if self.spread == other.spread else spread,
+            sources=joined_sources(self.sources, other.sources),
+            spread=self.spread if self.spread == other.spread else mean,
             base_affinity=self.base_affinity if same_base else None,
             name=self.name if self.name == other.name else None,
             probes=self.probes if self.probes is not None else other.probes,
@@ -172,9 +163,50 @@ class TaskDescriptor:
             first = first._same_grid_sum(other)
         return first / len(descriptors)
 
+    @staticmethod
+    def consensus(descriptors: Sequence[TaskDescriptor]) -> TaskDescriptor:
+        """The mean of one task's descriptors from several sources, weighted by agreement; see `Consensus.of`."""
+        from .consensus import Consensus
+
+        return Consensus.of(descriptors).descriptor
+
+    @staticmethod
+    def from_scores(
+        scores: Any, probes: ProbeSet, *, class_names: Sequence[str] | None = None, name: str | None = None
+    ) -> TaskDescriptor:
+        """The descriptor of anything that scores probes against class names; see `teachers.from_scores`."""
+        from .teachers import from_scores
+
+        return from_scores(scores, probes, class_names=class_names, name=name)
+
+    def select(self, indices: Iterable[int]) -> TaskDescriptor:
+        """The descriptor on some of its probes, in this order, as if extracted on these alone.
+
+        The spread is that of the selected rows where the base affinity is kept, else that of all.
+
+        Raises:
+            PlatonicError: If the probes aren't at hand.
+            ProbeError: If there are none, or one is out of range.
+        """
+        if self.probes is None:
+            raise PlatonicError("Expected a descriptor with its probes at hand. Set them with `with_probes`.")
+        rows = list(indices)
+        probes = self.probes.select(rows)
+        base = None if self.base_affinity is None else self.base_affinity[rows]
+        return replace(
+            self,
+            delta=self.delta[rows],
+            grid=probes.grid,
+            base_affinity=base,
+            spread=self.spread if base is None else spread(base),
+            probes=probes,
+            origin=None,
+            predictions=None if self.predictions is None else self.predictions[rows],
+        )
+
     def norm(self) -> float:
         """Frobenius norm of the matrix."""
-        return float(torch.linalg.vector_norm(self.delta, dtype=torch.float64))
+        return math.sqrt(sum(float(block.double().square().sum()) for block in blocks(self.delta)))
 
     def cosine(self, other: TaskDescriptor) -> float:
         """Cosine between two descriptors of one grid as vectors, in [-1, 1]; 0 where one of them is zero.
@@ -184,7 +216,8 @@ class TaskDescriptor:
         """
         require_same_grid(self.grid, other.grid)
         norms = self.norm() * other.norm()
-        return float((self.delta.double() * other.delta.double()).sum()) / norms if norms > 0 else 0.0
+        pairs = zip(blocks(self.delta), blocks(other.delta), strict=True)
+        return sum(float((a.double() * b.double()).sum()) for a, b in pairs) / norms if norms > 0 else 0.0
 
     # Files ----------------------------------------------------------------------------------------------------------
 
@@ -192,6 +225,8 @@ class TaskDescriptor:
         self, save_directory: str | Path, *, dtype: torch.dtype = torch.float32, include_probes: bool = False
     ) -> None:
         """Writes the descriptor to a folder: `descriptor.safetensors` and `descriptor_config.json`.
+
+        The matrix is written in pieces; it may be larger than memory.
 
         Args:
             save_directory: Made if it isn't there. Other files in it are left alone.
@@ -210,12 +245,14 @@ class TaskDescriptor:
             )
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {"delta": self.delta.to(dtype)}
+        tensors = {"delta": self.delta}
         if self.base_affinity is not None:
-            tensors["base_affinity"] = self.base_affinity.to(dtype)
+            tensors["base_affinity"] = self.base_affinity
+        if self.predictions is not None:
+            tensors["predictions"] = self.predictions
         if include_probes and self.probes is not None:
             self.probes.save_pretrained(folder / PROBES_NAME)
-        digest = save_tensors(folder / TENSORS_NAME, tensors)
+        digest = save_tensors(folder / TENSORS_NAME, tensors, dtype=dtype)
         write_json(
             folder / CONFIG_NAME, {**self._config(), "dtype": str(dtype).removeprefix("torch."), "digest": digest}
         )
@@ -231,6 +268,7 @@ class TaskDescriptor:
             "sources": [source.to_dict() for source in self.sources],
             "spread": self.spread,
             "base_affinity": self.base_affinity is not None,
+            "predictions": self.predictions is not None,
         }
 
     def push_to_hub(
@@ -307,8 +345,8 @@ class TaskDescriptor:
     ) -> TaskDescriptor:
         """The descriptor saved in a folder or pushed to the Hub.
 
-        Nothing is unpickled and no code is run. Shapes and dtypes are checked against the config before memory is
-        taken. Probes that travel by value come along; those by reference are loaded when a transfer needs them.
+        Nothing is unpickled and no code is run. Shapes and dtypes are checked against the config before the file
+        is mapped. Probes that travel by value come along; those by reference are loaded when a transfer needs them.
 
         Args:
             repo_or_path: A folder that `save_pretrained` wrote, or a repo id.
@@ -320,7 +358,8 @@ class TaskDescriptor:
             force_download: Downloads again.
 
         Returns:
-            A descriptor with float32 matrices on the CPU.
+            A descriptor with float32 matrices on the CPU. Saved in float32, they are views of the mapped file, so that
+            a matrix larger than memory can be solved; half precision is converted in memory.
 
         Raises:
             DescriptorFormatError: If a file is missing, truncated, oversized or foreign, shapes or dtypes disagree,
@@ -345,16 +384,24 @@ class TaskDescriptor:
         try:
             grid = Grid.from_dict(config["grid"])
             sources = tuple(Source.from_dict(values) for values in config["sources"])
-            spread = finite(config["spread"], "spread")
-            wanted = ["delta"] + ["base_affinity"] * bool(config["base_affinity"])
+            known = finite(config["spread"], "spread")
+            shapes: dict[str, tuple[int, ...]] = {"delta": (grid.n, grid.m)}
+            shapes |= {"base_affinity": (grid.n, grid.m)} if config["base_affinity"] else {}
+            shapes |= {"predictions": (grid.n,)} if config.get("predictions") else {}
             dtype, digest, name = str(config["dtype"]), str(config["digest"]), config["name"]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DescriptorFormatError(
                 f"Expected a whole descriptor config in {folder / CONFIG_NAME}, got one that doesn't parse: "
                 f"{type(error).__name__}: {error}. Save or download the descriptor again."
             ) from error
-        shapes = dict.fromkeys(wanted, (grid.n, grid.m))
-        tensors = load_tensors(folder / TENSORS_NAME, shapes, dtype=dtype, digest=digest, config=CONFIG_NAME)
+        tensors = load_tensors(
+            folder / TENSORS_NAME,
+            shapes,
+            dtype=dtype,
+            digest=digest,
+            config=CONFIG_NAME,
+            integers=["predictions"],
+        )
         probes = ProbeSet.from_pretrained(folder / PROBES_NAME) if (folder / PROBES_NAME).is_dir() else None
         if probes is not None:
             require_same_grid(grid, probes.grid)
@@ -363,11 +410,12 @@ class TaskDescriptor:
                 tensors["delta"].float(),
                 grid,
                 sources=sources,
-                spread=spread,
+                spread=known,
                 base_affinity=tensors["base_affinity"].float() if "base_affinity" in tensors else None,
                 name=None if name is None else str(name),
                 probes=probes,
                 origin=None if fetched.repo is None else (fetched.repo, str(fetched.revision)),
+                predictions=tensors.get("predictions"),
             )
         except GridMismatchError:
             raise
@@ -433,29 +481,3 @@ class DescriptorSum:
 
 
 Descriptor = TaskDescriptor | DescriptorSum
-
-
-def require_same_grid(expected: Grid, got: Grid) -> None:
-    """Nothing, where two grids are the same one.
-
-    Raises:
-        GridMismatchError: Naming both fingerprints and the part that differs.
-    """
-    if expected.fingerprint == got.fingerprint:
-        return
-    if expected.probe_fingerprint == got.probe_fingerprint:
-        part = f"the probes agree, the prompts don't ({expected.m} against {got.m}, or other words or order)"
-    else:
-        part = f"the probes differ ({expected.n} against {got.n}, or other content or order)"
-    raise GridMismatchError(
-        f"Expected grid {expected.fingerprint[:16]}, got grid {got.fingerprint[:16]}: {part}. "
-        "Extract on the same ProbeSet, or add the descriptors with `+`, which keeps one term a grid."
-    )
-
-
-def _joined(left: tuple[Source, ...], right: tuple[Source, ...]) -> tuple[Source, ...]:
-    totals: dict[tuple[EncoderIdentity, EncoderIdentity], float] = {}
-    for source in (*left, *right):
-        key = (source.base, source.tuned)
-        totals[key] = totals.get(key, 0.0) + source.coefficient
-    return tuple(Source(base, tuned, c) for (base, tuned), c in totals.items() if c != 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,15 +12,27 @@ from tqdm.auto import tqdm
 
 from ._processes import gather_objects, gather_rows, own_slice, process_state
 from .encoders.encoder import DualEncoder, ProbeFeatures
+from .encoders.features import group_means
 from .errors import PlatonicError, ProbeError
 
 if TYPE_CHECKING:
     from .probes import ProbeSet
 
-__all__ = ["Varied", "encode_columns", "encode_probes", "passes"]
+__all__ = ["Recalling", "Varied", "encode_batches", "encode_columns", "encode_probes", "in_batches", "passes"]
 
 
-_Inputs = tuple[list[str | None], dict[str, dict[str, Tensor]]]
+_Inputs = tuple[tuple[bytes, bytes], dict[str, dict[str, Tensor]]]
+
+
+@runtime_checkable
+class Recalling(Protocol):
+    """An encoder that keeps features, so that a pass neither decodes nor runs what it has seen before."""
+
+    def recall(self, hashes: Sequence[str | None], *, design: bool) -> ProbeFeatures | None:
+        """Features of the inputs with these content hashes, or None if one is unknown."""
+
+    def remember(self, hashes: Sequence[str | None], features: ProbeFeatures, *, design: bool) -> None:
+        """Takes note of features that were computed."""
 
 
 class _Batches(Dataset[_Inputs]):
@@ -36,7 +48,89 @@ class _Batches(Dataset[_Inputs]):
         batch = self.batches[index]
         inputs = [self.probes[i] for i in batch]
         ready = {digest: encoder.preprocess(inputs, offset=batch.start) for digest, encoder in self.encoders.items()}
-        return self.probes.known_hashes(batch), ready
+        return self.probes.known_hashes.pack(batch), ready
+
+
+def in_batches(rows: range, batch_size: int) -> list[range]:
+    """The rows in runs of `batch_size`; the last may be shorter.
+
+    Raises:
+        PlatonicError: If `batch_size` isn't at least 1.
+    """
+    if batch_size < 1:
+        raise PlatonicError(f"Expected `batch_size` of at least 1, got {batch_size}.")
+    return [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+
+
+def encode_batches(
+    encoders: Sequence[DualEncoder],
+    probes: ProbeSet,
+    batches: Sequence[range],
+    *,
+    num_workers: int = 0,
+    design: bool = False,
+    progress: bool | None = None,
+    description: str = "probes",
+) -> Iterator[tuple[range, list[ProbeFeatures]]]:
+    """Features of these batches from every encoder, on this process alone.
+
+    Inputs are decoded once, and preprocessed once for all encoders that preprocess alike. An encoder that recalls a
+    batch's features isn't run on it, and a batch that all encoders recall isn't decoded.
+
+    Args:
+        encoders: One or more, of the probes' modality.
+        probes: The set that the batches count in.
+        batches: Runs of probes, one forward pass each.
+        num_workers: Processes that decode while the model computes; 0 decodes in between.
+        design: Whether the features carry what a solve needs at an input site.
+        progress: Whether to show a bar, on the main process; None: where stderr is a terminal.
+        description: The bar's label.
+
+    Yields:
+        The batch, and one `ProbeFeatures` per encoder.
+
+    Raises:
+        ProbeError: If the modality is wrong, or an input or an embedding can't be used (with its index).
+    """
+    for encoder in encoders:
+        if encoder.modality != probes.modality:
+            raise ProbeError(
+                f"Expected {encoder.modality} probes for {encoder.family.name}, got {probes.modality} probes. "
+                "Use probes of the encoder's modality, or an encoder of theirs."
+            )
+    digests = [encoder.identity.preprocessing_digest for encoder in encoders]
+    keepers = [encoder if isinstance(encoder, Recalling) else None for encoder in encoders]
+
+    def recalled(batch: range) -> list[ProbeFeatures | None]:
+        hashes = [probes.known_hashes[i] for i in batch] if any(keepers) else []
+        return [None if keeper is None else keeper.recall(hashes, design=design) for keeper in keepers]
+
+    unseen = {batch: None for batch in batches if None in recalled(batch)}
+    loader = DataLoader(
+        _Batches(probes, dict(zip(digests, encoders, strict=True)), list(unseen)),
+        batch_size=None,
+        num_workers=num_workers,
+        pin_memory=any(encoder.device.type == "cuda" for encoder in encoders),
+        generator=torch.Generator(),  # or the loader would draw its seed from the global one
+    )
+    further = _passes_to_keep_step(encoders, len(unseen))
+    loaded = iter(_bar(loader, progress, description))
+    for batch in batches:
+        features = recalled(batch)
+        if batch in unseen:
+            hashes, inputs = next(loaded)
+            probes.known_hashes.unpack(batch, *hashes)  # decoded in a worker, perhaps
+            for index, (encoder, keeper, digest) in enumerate(zip(encoders, keepers, digests, strict=True)):
+                if features[index] is None:
+                    found = encoder.probe_features(inputs[digest], design=design, offset=batch.start)
+                    features[index] = found
+                    if keeper is not None:
+                        keeper.remember([probes.known_hashes[i] for i in batch], found, design=design)
+        yield batch, [found for found in features if found is not None]
+    next(loaded, None)  # lets the bar close
+    for _ in range(further):
+        for encoder in encoders:
+            encoder.encode_probes([probes[0]])
 
 
 def passes(
@@ -48,54 +142,30 @@ def passes(
     design: bool = False,
     progress: bool | None = None,
     description: str = "probes",
-) -> Iterator[tuple[int, list[ProbeFeatures]]]:
-    """Features of this process's share of the probes, batch by batch, from every encoder.
+) -> Iterator[tuple[range, list[ProbeFeatures]]]:
+    """Features of this process's share of the probes, batch by batch, from every encoder; see `encode_batches`.
 
-    Inputs are decoded once, and preprocessed once for all encoders that preprocess alike.
-
-    Args:
-        encoders: One or more, of the probes' modality.
-        probes: The set to run over.
-        batch_size: Probes a forward pass, at least 1.
-        num_workers: Processes that decode while the model computes; 0 decodes in between.
-        design: Whether the features carry what a solve needs at an input site.
-        progress: Whether to show a bar, on the main process; None: where stderr is a terminal.
-        description: The bar's label.
+    The share is contiguous, in rank order. After the last batch every process knows all content hashes.
 
     Yields:
-        The index of the batch's first probe within this process's share, and one `ProbeFeatures` per encoder.
+        The batch as a run of the whole set's indices, and one `ProbeFeatures` per encoder.
 
     Raises:
-        ProbeError: If the modality is wrong, or an input or an embedding can't be used (with its index).
+        ProbeError: As `encode_batches`.
         PlatonicError: If `batch_size` isn't at least 1.
     """
-    if batch_size < 1:
-        raise PlatonicError(f"Expected `batch_size` of at least 1, got {batch_size}.")
-    for encoder in encoders:
-        if encoder.modality != probes.modality:
-            raise ProbeError(
-                f"Expected {encoder.modality} probes for {encoder.family.name}, got {probes.modality} probes. "
-                "Use probes of the encoder's modality, or an encoder of theirs."
-            )
     share = own_slice(len(probes))
-    batches = [share[i : i + batch_size] for i in range(0, len(share), batch_size)]
-    digests = [encoder.identity.preprocessing_digest for encoder in encoders]
-    loader = DataLoader(
-        _Batches(probes, dict(zip(digests, encoders, strict=True)), batches),
-        batch_size=None,
+    yield from encode_batches(
+        encoders,
+        probes,
+        in_batches(share, batch_size),
         num_workers=num_workers,
-        pin_memory=any(encoder.device.type == "cuda" for encoder in encoders),
-        generator=torch.Generator(),  # or the loader would draw its seed from the global one
+        design=design,
+        progress=progress,
+        description=description,
     )
-    for batch, (hashes, inputs) in zip(batches, _bar(loader, progress, description), strict=True):
-        probes.note_hashes(batch, hashes)  # decoded in a worker, perhaps
-        features = [
-            encoder.probe_features(inputs[digest], design=design, offset=batch.start)
-            for encoder, digest in zip(encoders, digests, strict=True)
-        ]
-        yield batch.start - share.start, features
-    for theirs, known in gather_objects((share, probes.known_hashes(share))):
-        probes.note_hashes(theirs, known)
+    for theirs, hashes in gather_objects((share, probes.known_hashes.pack(share))):
+        probes.known_hashes.unpack(theirs, *hashes)
 
 
 def encode_probes(
@@ -146,11 +216,12 @@ def encode_probes(
 
 
 def encode_columns(encoder: DualEncoder, columns: Sequence[Sequence[str]]) -> Tensor:
-    """Unit embeddings of a grid's columns: of each class, the normalised mean over its templates.
+    """Unit embeddings of a grid's columns: of each class, the normalised mean over its texts.
 
     Args:
         encoder: The encoder.
-        columns: The m classes, each as its prompts in t templates; `columns` of a grid or a probe set.
+        columns: The m classes, each as its texts, such as a name in several templates; `columns` of a grid or a probe
+            set.
 
     Returns:
         Shape (m, d), float32, unit rows, on the CPU.
@@ -159,7 +230,7 @@ def encode_columns(encoder: DualEncoder, columns: Sequence[Sequence[str]]) -> Te
         PromptError: If two prompts are the same to the encoder.
     """
     embedded = encoder.encode_prompts([prompt for column in columns for prompt in column]).cpu()
-    means = embedded.reshape(len(columns), -1, embedded.shape[1]).mean(dim=1)
+    means = group_means(embedded, [len(column) for column in columns])
     return torch.nn.functional.normalize(means, dim=-1)
 
 
@@ -190,6 +261,15 @@ class Varied:
                 f"{self.seen - 1} others. Look at the inputs (all blank?) and at the weights (did they load?).",
                 index=0,
             )
+
+
+def _passes_to_keep_step(encoders: Sequence[DualEncoder], own: int) -> int:
+    """How many passes this process has to add to its own.
+
+    A model whose weights are sharded over the processes (FSDP) gathers them in every pass, so all must make as many.
+    """
+    sharded = any(type(p).__name__ == "DTensor" for encoder in encoders for p in encoder.model.parameters())
+    return max(gather_objects(own)) - own if sharded else 0
 
 
 def _stacked(parts: list[Tensor], width: int) -> Tensor:

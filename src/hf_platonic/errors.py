@@ -55,7 +55,7 @@ class HubError(PlatonicError):
 
     Attributes:
         kind: Which: "unauthorized", "gated", "forbidden", "repo_not_found", "revision_not_found", "file_not_found",
-            "offline", "not_cached", "timeout", "unreachable", "server", "rate_limited", "conflict", "too_large",
+            "offline", "not_cached", "timeout", "unreachable", "server", "rate_limited", "conflict",
             "unsafe_path", "invalid_id" or "rejected".
         status: The HTTP status, where there was an answer.
     """

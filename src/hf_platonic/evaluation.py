@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ._checks import matrix
+from ._processes import sum_over_processes
 from .affinities import affinity
 from .encoders.encoder import DualEncoder
-from .encoding import encode_columns, encode_probes
+from .encoding import Varied, encode_columns, passes
 from .errors import PlatonicError
 from .probes import ProbeSet
 
@@ -120,6 +121,8 @@ def zero_shot_accuracy(
 ) -> float:
     """Zero-shot accuracy: the nearest class prompt wins; several templates are averaged to one prompt a class.
 
+    On several processes each takes a share, and only the count of right answers is exchanged.
+
     Args:
         encoder: The model, edited or not.
         data: Inputs, prompts and labels.
@@ -130,15 +133,22 @@ def zero_shot_accuracy(
     Returns:
         Share of correct answers in [0, 1].
     """
-    features = encode_probes(
-        encoder,
+    columns = encode_columns(encoder, data.probes.columns)
+    right = torch.zeros((), dtype=torch.float64)
+    varied = Varied()
+    for batch, (features,) in passes(
+        [encoder],
         data.probes,
         batch_size=batch_size,
         num_workers=num_workers,
         progress=progress,
         description="evaluate",
-    )
-    return accuracy(features.unit, encode_columns(encoder, data.probes.columns), data.labels)
+    ):
+        varied.update(features.unit)
+        labels = torch.tensor([int(data.labels[index]) for index in batch])
+        right += (affinity(features.unit.cpu(), columns).argmax(dim=1) == labels).sum()
+    varied.require()
+    return float(sum_over_processes(right)) / len(data.probes)
 
 
 def evaluate(

@@ -44,7 +44,8 @@ def export_lora(model: PeftModel, save_directory: str | Path, *, adapters: Seque
 
     Raises:
         EncoderError: If the model isn't a `PLATONIC` PEFT model.
-        PlatonicError: If there is no such adapter, one is merged, or the base layer can't be read (quantised).
+        PlatonicError: If there is no such adapter, one is merged or reads inner features, or the base layer can't be
+            read (quantised).
     """
     from peft import LoraConfig
     from safetensors.torch import save_file
@@ -63,6 +64,7 @@ def export_lora(model: PeftModel, save_directory: str | Path, *, adapters: Seque
         if isinstance(layer, PlatonicLayer) and any(name in layer.platonic_left for name in names):
             if layer.merged:
                 raise PlatonicError("Expected live adapters, got merged ones. Call `unmerge_adapter()` first.")
+            layer.require_mergeable(names)
             factors[key] = _lora_factors(layer, names)
     rank = max(down.shape[0] for down, _, _ in factors.values())
     tensors: dict[str, Tensor] = {}
@@ -231,20 +233,17 @@ def _adapter_config(model: PeftModel, adapter_name: str) -> PlatonicConfig:
 def _lora_factors(layer: PlatonicLayer, names: Sequence[str]) -> tuple[Tensor, Tensor, Tensor | None]:
     """`A (r, in)`, `B (out, r)` and the bias delta `(out,)` of the adapters' sum on one layer, float64."""
     original, offset = layer.original()
-    weight, bias = original.cpu().double(), None if offset is None else offset.cpu().double()
+    weight, bias = original.cpu(), None if offset is None else offset.cpu()
     downs, ups, offsets = [], [], []
     for name in names:
         if name not in layer.platonic_left:
             continue
         operator = layer.operator(name)
-        left, right = operator.left.cpu().double(), layer.platonic_strength[name] * operator.right.cpu().double()
-        if operator.site == "output":
-            downs.append(left.T @ weight)
-            offsets.append(None if bias is None else (bias @ left) @ right)
-        else:
-            downs.append(left[: layer.in_features].T)
-            offsets.append(None if bias is None else left[-1] @ right)
-        ups.append(right.T)
+        left = layer.platonic_strength[name] * operator.left.cpu().double()
+        down, up, change = Operator(left, operator.right.cpu().double(), operator.site).update(weight, bias)
+        downs.append(down)
+        ups.append(up)
+        offsets.append(change)
     # Written as an input-site operator W' = (down' up')', the sum takes the smallest exact width like any other.
     total = Operator(torch.cat(downs).T, torch.cat(ups, dim=1).T, "input").compressed()
     deltas = [delta for delta in offsets if delta is not None]

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from .errors import DescriptorFormatError, PromptError
+from .errors import DescriptorFormatError, GridMismatchError, PromptError
 
-__all__ = ["PLAIN", "Grid", "checked_columns", "digest", "fill"]
+__all__ = ["PLAIN", "Grid", "checked_columns", "digest", "fill", "probe_fingerprint", "require_same_grid"]
 
 PLAIN = ("{}",)
 """The template that leaves a whole prompt as it is."""
@@ -179,3 +179,35 @@ def digest(value: object) -> str:
     """The first 32 hex digits of the SHA-256 of compact JSON."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def probe_fingerprint(modality: str, hashes: Iterable[str]) -> str:
+    """`digest([modality, [*hashes]])`, without a list of all hashes in memory.
+
+    Example:
+        >>> probe_fingerprint("image", ["00", "ff"]) == digest(["image", ["00", "ff"]])
+        True
+    """
+    total = hashlib.sha256(f'["{modality}",['.encode())
+    for index, known in enumerate(hashes):
+        total.update(f',"{known}"'.encode() if index else f'"{known}"'.encode())
+    total.update(b"]]")
+    return total.hexdigest()[:32]
+
+
+def require_same_grid(expected: Grid, got: Grid) -> None:
+    """Nothing, where two grids are the same one.
+
+    Raises:
+        GridMismatchError: Naming both fingerprints and the part that differs.
+    """
+    if expected.fingerprint == got.fingerprint:
+        return
+    if expected.probe_fingerprint == got.probe_fingerprint:
+        part = f"the probes agree, the prompts don't ({expected.m} against {got.m}, or other words or order)"
+    else:
+        part = f"the probes differ ({expected.n} against {got.n}, or other content or order)"
+    raise GridMismatchError(
+        f"Expected grid {expected.fingerprint[:16]}, got grid {got.fingerprint[:16]}: {part}. "
+        "Extract on the same ProbeSet, or add the descriptors with `+`, which keeps one term a grid."
+    )

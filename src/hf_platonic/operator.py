@@ -11,9 +11,16 @@ from torch import Tensor
 from ._checks import finite, matrix
 from .errors import PlatonicError
 
-__all__ = ["Operator", "SiteKind"]
+__all__ = ["NOT_MERGEABLE", "Operator", "SiteKind"]
 
-SiteKind = Literal["output", "input"]
+SiteKind = Literal["output", "input", "features"]
+
+NOT_MERGEABLE = (
+    'Expected an edit at site "output" or "input", got one at "features": it reads inner layers of the tower, which '
+    "no weight of the last layer sees, so it can't be merged or written as a LoRA. It is exact as a live adapter: "
+    "keep it with `save_pretrained` and `PeftModel.from_pretrained`. For an edit that merges, transfer with "
+    'site="input".'
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,13 +28,13 @@ class Operator:
     """`X = left @ right`, which moves unit embeddings `V` to `normalize(V + s D X)`.
 
     At an output site the design `D` is `V` itself and `X` is `d x d`; at an input site `D = [u, 1] / |z|`, with `u`
-    the input of the edited linear layer and `z` the raw embedding. Operators of one
-    site add and scale like matrices, exactly.
+    the input of the edited linear layer and `z` the raw embedding; where features `f` of inner layers are read,
+    `D = [u, f, 1] / |z|`. Operators of one site add and scale like matrices, exactly.
 
     Attributes:
         left: Shape (p, r).
         right: Shape (r, d).
-        site: Where the edited layer takes it: behind its output, or at its input.
+        site: Where the edited layer takes it: behind its output, at its input, or beside it, from inner features.
     """
 
     left: Tensor
@@ -133,8 +140,10 @@ class Operator:
             New tensors in the dtypes given; the sum is taken in float64.
 
         Raises:
-            PlatonicError: If the operator doesn't fit the layer.
+            PlatonicError: If the operator doesn't fit the layer, or reads inner features, which no weight of it sees.
         """
+        if self.site == "features":
+            raise PlatonicError(NOT_MERGEABLE)
         s = finite(strength, "strength")
         w, b = weight.double(), None if bias is None else bias.double()
         left, right = self.left.double(), self.right.double()
@@ -147,3 +156,19 @@ class Operator:
             w = w + s * (left[: weight.shape[1]] @ right).T
             b = None if b is None else b + s * left[-1] @ right
         return w.to(weight.dtype), None if b is None or bias is None else b.to(bias.dtype)
+
+    def update(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What `fold` adds at strength 1, in factors: the weight gets `up @ down`, the bias `offset`.
+
+        Args:
+            weight: Shape (d_out, d_in), torch's layout.
+            bias: Shape (d_out,) or None.
+
+        Returns:
+            `down (r, d_in)`, `up (d_out, r)` and `offset (d_out,)`, None without a bias; float64.
+        """
+        left, right = self.left.double(), self.right.double()
+        if self.site == "output":
+            offset = None if bias is None else (bias.double() @ left) @ right
+            return left.T @ weight.double(), right.T, offset
+        return left[: weight.shape[1]].T, right.T, None if bias is None else left[-1] @ right

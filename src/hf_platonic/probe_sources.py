@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import secrets
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ._files import read_json, write_atomic, write_json
+from ._processes import gather_objects, process_state
 from .encoders.media import modality_of
 from .errors import DescriptorFormatError, GridMismatchError, ProbeError
 
@@ -139,15 +144,58 @@ def dataset_rows(
     """
     if isinstance(dataset, dict):
         raise ProbeError(f"Expected one split, got {sorted(dataset)}. Pick one, e.g. dataset[{sorted(dataset)[0]!r}].")
-    if not hasattr(dataset, "features") or not hasattr(dataset, "select_columns") or not hasattr(dataset, "__len__"):
-        raise ProbeError(
-            f"Expected one split as a datasets.Dataset, got {type(dataset).__name__}. "
-            "A streamed one must be loaded first."
-        )
-    column, modality = _column(dataset.with_format(None), column)
-    rows = drawn_rows(len(dataset), indices, n, seed)
+    if not hasattr(dataset, "features") or not hasattr(dataset, "select_columns"):
+        raise ProbeError(f"Expected one split as a datasets.Dataset, got {type(dataset).__name__}.")
+    folder = None
+    if not hasattr(dataset, "__len__"):
+        dataset, column, folder = _local_copy(dataset, column)
+    try:
+        column, modality = _column(dataset.with_format(None), column)
+        numbers = drawn_rows(len(dataset), indices, n, seed)
+    except ProbeError:
+        if folder is not None:
+            _remove(folder, os.getpid())
+        raise
     source = _undecoded(dataset.with_format(None).select_columns([column]), column)
-    return Rows(source, rows, modality, column), column, rows
+    rows = Rows(source, numbers, modality, column)
+    if folder is not None:
+        weakref.finalize(rows, _remove, folder, os.getpid())
+    return rows, column, numbers
+
+
+def _local_copy(stream: Any, column: str | None) -> tuple[Any, str, str]:
+    """A streaming data set's inputs as a data set on a temporary file, undecoded; its column and its folder.
+
+    One process a node reads the stream, to its end, and the others there map the file: the passes need rows by number
+    and several times. Memory doesn't grow with their count.
+    """
+    import pyarrow as pa
+    from datasets import Dataset
+    from datasets.table import embed_table_storage
+
+    if stream.features is None:
+        raise ProbeError(
+            "Expected a streaming data set that knows its features, got one without. Name them where it's made, e.g. "
+            "IterableDataset.from_generator(..., features=Features({'image': Image()}))."
+        )
+    column = _typed_column(stream.features, column)
+    undecoded = _undecoded(stream.select_columns([column]), column)
+    state = process_state()
+    folder = Path(tempfile.gettempdir()) / f"hf-platonic-{gather_objects(secrets.token_hex(8))[0]}"
+    path = folder / "stream.arrow"
+    if state.is_local_main_process:
+        folder.mkdir(mode=0o700)
+        schema = undecoded.features.arrow_schema
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            for table in undecoded.with_format("arrow").iter(batch_size=64):
+                writer.write_table(embed_table_storage(table.cast(schema)))  # files beside the data come in, too
+    state.wait_for_everyone()
+    return Dataset.from_file(str(path)), column, str(folder)
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner and process_state().is_local_main_process:  # not a worker's copy of the object
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def commit_of(repo: str, revision: str | None, token: str | bool | None) -> str:
@@ -179,17 +227,30 @@ def load_split(
     commit: str,
     token: str | bool | None,
     cache_dir: str | os.PathLike[str] | None,
+    *,
+    streaming: bool = False,
 ) -> Any:
-    """One split of a data set at a commit.
+    """One split of a data set at a commit, loaded or as a stream; files of other splits aren't downloaded.
 
     Raises:
         ProbeError: If it can't be loaded; the cause is kept.
     """
-    from datasets import load_dataset
+    from datasets import load_dataset, load_dataset_builder
 
     where = None if cache_dir is None else os.fspath(cache_dir)
+    options: dict[str, Any] = {"revision": commit, "token": token, "cache_dir": where}
     try:
-        return load_dataset(repo, name, split=split, revision=commit, token=token, cache_dir=where)
+        if streaming:
+            return load_dataset(repo, name, split=split, streaming=True, **options)
+        builder = load_dataset_builder(repo, name, **options)
+        files = builder.config.data_files or {}
+        # datasets 5.2 fetches every split of a configuration, whichever is asked for.
+        if split in files and len(files) > 1:
+            inside = f"hf://datasets/{repo}@{commit}/"
+            chosen = [str(file).removeprefix(inside) for file in files[split]]
+            options |= {"data_files": {split: chosen}, "features": builder.info.features}
+            return load_dataset(repo, split=split, verification_mode="no_checks", **options)
+        return load_dataset(repo, name, split=split, **options)
     except (OSError, ValueError) as error:
         raise ProbeError(
             f"Can't load split {split!r} of data set {repo!r} (configuration {name!r}, commit {commit}): {error}"
@@ -290,11 +351,21 @@ def read_rows(folder: Path, modality: str, n: int) -> Any:
 def _column(dataset: Any, column: str | None) -> tuple[str, str]:
     """Name and modality of the column with the inputs."""
     features = dataset.features or {}
-    typed = {key: {"Image": "image", "Audio": "audio"}.get(type(value).__name__) for key, value in features.items()}
+    column = _typed_column(features, column)
+    if not len(dataset):
+        raise ProbeError("Expected a data set with rows, got an empty one.")
+    return column, _modality(features[column]) or modality_of(dataset[0][column])
+
+
+def _modality(feature: Any) -> str | None:
+    return {"Image": "image", "Audio": "audio"}.get(type(feature).__name__)
+
+
+def _typed_column(features: Any, column: str | None) -> str:
+    """The column that is named, or the one of an image or audio type, or the one of that name."""
     if column is None:
-        found = [key for key, modality in typed.items() if modality] or [
-            k for k in ("image", "audio") if k in features
-        ]
+        typed = [key for key, feature in features.items() if _modality(feature)]
+        found = typed or [key for key in ("image", "audio") if key in features]
         if len(found) != 1:
             raise ProbeError(
                 f"Expected one column of images or audio, got {found or 'none'} among {sorted(features)}. "
@@ -303,9 +374,7 @@ def _column(dataset: Any, column: str | None) -> tuple[str, str]:
         column = found[0]
     if column not in features:
         raise ProbeError(f"Expected `column` to be one of {sorted(features)}, got {column!r}.")
-    if not len(dataset):
-        raise ProbeError("Expected a data set with rows, got an empty one.")
-    return column, typed[column] or modality_of(dataset[0][column])
+    return str(column)
 
 
 def _undecoded(dataset: Any, column: str) -> Any:

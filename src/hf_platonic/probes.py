@@ -10,15 +10,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import probe_sources as sources
+from ._hashes import ContentHashes
 from ._hub import Pushed, fetch_folder
 from ._publish import push_saved
 from .cards import probes_card
 from .encoders.media import Audio, content_hash, decoder
 from .errors import DescriptorFormatError, GridMismatchError, ProbeError
-from .grid import PLAIN, Grid, checked_columns, digest, fill
+from .grid import PLAIN, Grid, checked_columns, digest, fill, probe_fingerprint
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from PIL.Image import Image
 
 __all__ = ["Grid", "ProbeSet"]
@@ -71,7 +72,7 @@ class ProbeSet(Sequence[Any]):
         self._inputs = inputs if isinstance(inputs, sources.Rows) else list(inputs)
         self._class_names, self._templates = checked_columns(class_names, templates, prompts)
         self._reference = dict(reference) if reference is not None else None
-        self._hashes: list[str | None] = [None] * len(self._inputs)
+        self._hashes = ContentHashes(len(self._inputs))
         self._modality = sources.one_modality(self._inputs)
 
     @property
@@ -102,25 +103,24 @@ class ProbeSet(Sequence[Any]):
     @property
     def content_hashes(self) -> tuple[str, ...]:
         """Each probe's `content_hash`; decodes the probes that haven't been looked at yet."""
-        for index, known in enumerate(self._hashes):
-            if known is None:
-                self[index]  # noting the hash is part of decoding
-        return tuple(str(known) for known in self._hashes)
+        return tuple(map(str, self.hashes))
 
-    def known_hashes(self, rows: range) -> list[str | None]:
-        """Content hashes of these probes, as far as they are known."""
-        return self._hashes[rows.start : rows.stop]
+    @property
+    def hashes(self) -> ContentHashes:
+        """The same in little memory; decodes the probes that haven't been looked at yet."""
+        for index in self._hashes.missing():
+            self[index]  # noting the hash is part of decoding
+        return self._hashes
 
-    def note_hashes(self, rows: range, hashes: Sequence[str | None]) -> None:
-        """Takes hashes from another process that decoded these probes, so that they needn't be decoded here."""
-        for row, known in zip(rows, hashes, strict=True):
-            self._hashes[row] = self._hashes[row] or known
+    @property
+    def known_hashes(self) -> ContentHashes:
+        """The hashes as far as they are known; what another process decoded is noted here."""
+        return self._hashes
 
     @property
     def grid(self) -> Grid:
         """The grid; decodes the probes that haven't been looked at yet."""
-        hashes = list(self.content_hashes)
-        of_probes = digest([self._modality, hashes])
+        of_probes = probe_fingerprint(self._modality, map(str, self.hashes))
         return Grid(
             fingerprint=digest([of_probes, list(self._class_names), list(self._templates)]),
             probe_fingerprint=of_probes,
@@ -128,7 +128,9 @@ class ProbeSet(Sequence[Any]):
             class_names=self._class_names,
             templates=self._templates,
             modality=self._modality,
-            reference=None if self._reference is None else {**self._reference, "content_hashes": hashes},
+            reference=None
+            if self._reference is None
+            else {**self._reference, "content_hashes": list(self.content_hashes)},
         )
 
     def __len__(self) -> int:
@@ -172,7 +174,7 @@ class ProbeSet(Sequence[Any]):
             templates=self._templates,
             reference=reference,
         )
-        picked._hashes = [self._hashes[i] for i in rows]
+        picked._hashes = self._hashes.picked(rows)
         return picked
 
     def with_prompts(
@@ -200,7 +202,7 @@ class ProbeSet(Sequence[Any]):
     @classmethod
     def from_dataset(
         cls,
-        dataset: Dataset,
+        dataset: Dataset | IterableDataset,
         *,
         column: str | None = None,
         class_names: Sequence[str] | None = None,
@@ -213,7 +215,8 @@ class ProbeSet(Sequence[Any]):
         """Probes from rows of a data set, read and decoded when asked for; labels are never looked at.
 
         Args:
-            dataset: One split.
+            dataset: One split. A streaming one is read to its end into a temporary file, undecoded, by one process a
+                node (`dataset.take(1000)` bounds it); under a launcher all processes have to call this together.
             column: With the inputs; by default the one of an image or audio type, else the one of that name.
             class_names: As in the class.
             templates: As in the class.

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,8 +14,10 @@ import torch
 from torch.nn import functional
 
 from .._checks import finite_rows
+from .._pooling import Feature, features_of
 from .._processes import process_state
 from ..errors import EncoderError, ProbeError, PromptError
+from .blocks import FEATURE_LAYERS, find_features
 from .discovery import guess, verified
 from .families import (
     EditSite,
@@ -28,7 +31,7 @@ from .families import (
     evaluating,
     family_of,
 )
-from .features import ProbeFeatures, group_means
+from .features import ProbeFeatures, run_probes
 from .identity import EncoderIdentity, config_digest, digest_of
 from .loading import load_adapter, load_model, load_weights, public_name, recorded_base
 from .media import decoder
@@ -129,7 +132,7 @@ class DualEncoder:
 
         Args:
             repo_or_path: The two-tower model and its processor; or a PEFT adapter, which is then loaded on the base
-                and base revision it records.
+                and base revision it records; or a model of open_clip's by its own name, "hf-hub:owner/name".
             adapter: A PEFT adapter of any layer-level method, as repo id or folder.
             weights: Fine-tuned weights of the model or of one of its towers, as `CLIPVisionModel` checkpoints are: a
                 file (`.safetensors`, or `.pt` and the like, read without running code), a folder or a repo id.
@@ -175,13 +178,22 @@ class DualEncoder:
         encoder._source = source
         return encoder
 
-    def at(self, *, site: SiteKind | None = None, tower: Tower | None = None) -> Self:
+    def at(
+        self,
+        *,
+        site: SiteKind | None = None,
+        tower: Tower | None = None,
+        features: int | Sequence[Feature] = FEATURE_LAYERS,
+    ) -> Self:
         """The same encoder, sharing model and processor, to be edited at another place.
 
         Args:
             site: Which side of the layer that writes the embedding: "output", or "input" (exact for the probe tower
-                of every family that has such a layer); None: as the family's row says.
+                of every family that has such a layer); or "features", to add what is read from inner features of
+                the probe tower, which can't be merged. None: as the family's row says.
             tower: "probe", or "text" to move the prompts' embeddings instead. If both are None it's this encoder.
+            features: For "features": blocks of the tower to read at most, evenly spaced, the last one always among
+                them; or exactly what to read.
 
         Raises:
             EncoderError: If that place can't be edited exactly.
@@ -190,6 +202,9 @@ class DualEncoder:
             return self
         view = copy.copy(self)
         view._site = edit_site(self.model, tower=tower or "probe", kind=site, family=self.family)
+        if site == "features":
+            read = find_features(self, features) if isinstance(features, int) else features_of(features)
+            view._site = replace(view._site, features=read)
         return view
 
     def without_adapters(self) -> Self:
@@ -229,7 +244,7 @@ class DualEncoder:
     @property
     def reads_input(self) -> bool:
         """Whether `ProbeFeatures.design` is something else than the unit embeddings."""
-        return self._site is not None and self._site.kind == "input"
+        return self._site is not None and self._site.kind != "output"
 
     @property
     def modality(self) -> str:
@@ -258,7 +273,9 @@ class DualEncoder:
         """p, the number of columns of `ProbeFeatures.design`."""
         if not self.reads_input:
             return self.embedding_dim
-        return self._linear.in_features + (getattr(self._linear, "bias", None) is not None)
+        inner = [feature.size for feature in self.site.features]
+        ones = bool(inner) or getattr(self._linear, "bias", None) is not None
+        return self._linear.in_features + sum(inner) + ones
 
     @cached_property
     def identity(self) -> EncoderIdentity:
@@ -306,7 +323,7 @@ class DualEncoder:
 
         Args:
             batch: From `preprocess`; it's moved to the model's device, and floats to its dtype.
-            design: False skips the design rows of an input site (`design` is then `unit`).
+            design: False skips what an operator multiplies besides `unit` (`design` is then `unit`).
             offset: Index of the first probe within its set, for messages.
 
         Returns:
@@ -321,34 +338,18 @@ class DualEncoder:
         }
         parts = inputs.pop("parts", None)
         wants_input = design and self.reads_input
-        seen: list[tuple[Tensor, Tensor]] = []
+        watched = self.site if wants_input else None
+        if parts is not None and watched is None:
+            watched = edit_site(self.model, family=self.family)
         with self._reading() as bare:
-            hook = None
-            if wants_input or parts is not None:
-                # On the outermost layer at the site: that's where a nested adapter would act, too.
-                place = self.site if wants_input else edit_site(self.model, family=self.family)
-                layer = bare.get_submodule(place.module)
-                hook = layer.register_forward_hook(lambda _, args, output: seen.append((args[0], output)))
-            try:
-                raw = call(bare, self.family.probe_getter, inputs)
-            finally:
-                if hook is not None:
-                    hook.remove()
+            seen = run_probes(bare, self.family, inputs, watched)
+        inner = self.family.site is not None and self.family.site.kind == "output"
         if parts is not None:
-            raw, seen = self._joined(raw, seen, parts.tolist())
-        finite_rows(raw, "embedding", offset=offset)
-        norm = raw.norm(dim=1, keepdim=True)
-        if not bool(norm.all()):
-            index = offset + int((norm[:, 0] == 0).nonzero()[0])
-            raise ProbeError(
-                f"Expected an embedding with a direction for every probe, got zero for probe {index}. "
-                "Look at that input and at the model's weights.",
-                index=index,
-            )
-        unit = raw / norm
+            seen = seen.joined(parts.tolist(), inner=inner)
+        unit, norm = seen.unit(offset=offset)
         if not wants_input:
             return ProbeFeatures(unit, unit)
-        return ProbeFeatures(unit, self._design(seen, norm))
+        return ProbeFeatures(unit, seen.design(self._linear, self.site, norm, inner=inner))
 
     def encode_probes(self, inputs: Sequence[object], *, offset: int = 0) -> ProbeFeatures:
         """`probe_features(preprocess(inputs))`, as one batch."""
@@ -447,30 +448,6 @@ class DualEncoder:
         with self._reading() as bare:
             raw = call(bare, self.family.prompt_getter, inputs)
         return functional.normalize(raw, dim=1)
-
-    def _joined(
-        self, raw: Tensor, seen: Sequence[tuple[Tensor, Tensor]], parts: list[int]
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Means over the parts of each clip; of embeddings before any normalisation, so that edits stay exact."""
-        u, z = (value.float() for value in seen[0])
-        if self.family.site is not None and self.family.site.kind == "output":
-            raw = z
-        return group_means(raw, parts), [(group_means(u, parts), group_means(z, parts))]
-
-    def _design(self, seen: Sequence[tuple[Tensor, Tensor]], norm: Tensor) -> Tensor:
-        if len(seen) != 1 or seen[0][0].shape[0] != len(norm):
-            raise EncoderError(
-                f"Expected `{self.site.module}` to run once with one row for each of {len(norm)} probes, got shapes "
-                f"{[tuple(u.shape) for u, _ in seen]}. This variant of the model can't be edited at that layer."
-            )
-        u, z = (value.float() for value in seen[0])
-        if self.family.site is not None and self.family.site.kind == "output":
-            norm = z.norm(dim=-1, keepdim=True)  # the getter may have normalised since
-        if u.ndim == 3:  # a pooling head hands on (b, 1, p)
-            u = u[:, 0]
-        if getattr(self._linear, "bias", None) is not None:
-            u = torch.cat([u, torch.ones_like(norm)], dim=1)
-        return u / norm
 
     def _preprocessing_digest(self) -> str:
         tokenizer = self.processor.tokenizer

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
+from .._pooling import Feature
 from ..errors import EncoderError
 from .preprocessing import audio_inputs, frame_inputs, image_inputs
 
@@ -36,7 +37,7 @@ __all__ = [
 
 Modality = Literal["image", "audio"]
 Tower = Literal["probe", "text"]
-SiteKind = Literal["output", "input"]
+SiteKind = Literal["output", "input", "features"]
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,16 @@ class EditSite:
     Attributes:
         module: Dotted name within the bare model, e.g. "visual_projection".
         kind: "output" where nothing but a rescaling of rows follows the layer (the operator acts on the embedding),
-            "input" where a residual is added after it (the operator acts on `[u, 1]`, `u` the layer's input).
+            "input" where a residual is added after it (the operator acts on `[u, 1]`, `u` the layer's input), and
+            "features" where an operator adds to its output what it reads from `[u, f, 1]`, `f` inner features.
         tower: Whose embedding it is: the probes' or the prompts'.
+        features: What `f` is made of; empty for other kinds.
     """
 
     module: str
     kind: SiteKind
     tower: Tower = "probe"
+    features: tuple[Feature, ...] = ()
 
 
 def _never(tokenizer: Any) -> bool:
@@ -94,6 +98,8 @@ class Family:
         text_mask: Whether the text tower is given an attention mask.
         pools_eos: Whether the text embedding is read at the end-of-sequence token, so that every row needs one.
         lower_case: `tokenizer -> bool`: whether prompts are lower-cased before tokenisation.
+        feature_modules: Regular expression that the names of the probe tower's blocks match in full, each of which
+            hands on tokens (b, t, w) or a map (b, w, height, width). None: found by running the tower.
     """
 
     name: str
@@ -108,6 +114,7 @@ class Family:
     pools_eos: bool = False
     lower_case: Callable[[Any], bool] = field(default=_never, repr=False)
     text_site: str | None = None
+    feature_modules: str | None = None
 
 
 _PROJECTION = EditSite("visual_projection", "output")
@@ -127,6 +134,8 @@ def _blip_text(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 _FAMILIES: dict[str, Family] = {}
+_DOT_PRODUCTS = ("pe_audio", "pe_video", "pe_audio_video")
+"""Model types whose `forward` scores by dot products, so that an embedding's length means something."""
 
 
 def register_family(family: Family) -> None:
@@ -243,6 +252,12 @@ def family_of(model: nn.Module) -> Family:
     for key in (type(bare).__name__, model_type):
         if key in _FAMILIES:
             return _FAMILIES[str(key)]
+    if model_type in _DOT_PRODUCTS:
+        raise EncoderError(
+            f"Expected a dual encoder that scores by cosines, got {type(model).__name__} of model type "
+            f"{model_type!r}, which scores by dot products: affinities in [-1, 1] aren't what it ranks by. "
+            "It can be neither a source nor a target; use another encoder of sounds, such as CLAP."
+        )
     raise EncoderError(
         f"Expected a dual encoder of model type {', '.join(sorted(_FAMILIES))}; got {type(model).__name__} of "
         f"model type {model_type!r}. Load the whole two-tower model (e.g. with AutoModel), or add a row with "
@@ -258,7 +273,8 @@ def edit_site(
     Args:
         model: A dual encoder, bare, with injected tuner layers, or inside a PeftModel.
         tower: Whose embedding the layer writes.
-        kind: Which side of it; None: what the family's row says. "input" is exact at every site of a probe tower.
+        kind: Which side of it; None: what the family's row says. "input" is exact at every site of a probe tower;
+            "features" too, as long as it stays a live adapter (`DualEncoder.at` says which features there are).
         family: The row; None: looked up.
 
     Returns:
@@ -269,9 +285,9 @@ def edit_site(
             or one that isn't linear.
     """
     family, bare = family or family_of(model), bare_model(model)
-    if kind not in (None, "output", "input") or tower not in ("probe", "text"):
+    if kind not in (None, "output", "input", "features") or tower not in ("probe", "text"):
         raise EncoderError(
-            f'Expected a site "output" or "input" of tower "probe" or "text", got {kind!r} of {tower!r}.'
+            f'Expected a site "output", "input" or "features" of tower "probe" or "text", got {kind!r} of {tower!r}.'
         )
     row = family.site
     if tower == "text":
@@ -282,7 +298,7 @@ def edit_site(
             f"Expected a target with an affine layer that writes its {tower} embedding, got {family.name}, which has "
             f"none: it can be a source, but no edit of this tower would be exact.{other}"
         )
-    if kind not in (None, row.kind) and (row.kind == "input" or tower == "text"):
+    if kind not in (None, row.kind) and (tower == "text" or (row.kind == "input" and kind == "output")):
         raise EncoderError(
             f'Expected site "{row.kind}" for the {tower} tower of {family.name}, got "{kind}": the edit wouldn\'t be '
             f'exact there. Leave `site` out, or pass "{row.kind}".'

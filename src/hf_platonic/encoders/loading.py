@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import EncoderError, PlatonicError
 from .families import supported_families
+from .open_clip_models import import_open_clip, load_open_clip, open_clip_keys, open_clip_name
 from .weights import lay_over, read_tensors
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ __all__ = ["load_adapter", "load_model", "load_weights", "public_name", "recorde
 
 def public_name(name: str) -> str:
     """A Hub id as it is; of a local folder only the last part, since paths say nothing elsewhere."""
+    name = open_clip_name(name) or name
     return Path(name).resolve().name if os.path.isdir(name) else name
 
 
@@ -60,17 +62,24 @@ def load_model(
     """A two-tower model with its processor, and the commit hash they're from.
 
     Args:
-        name: Repo id or folder.
+        name: Repo id or folder; with open_clip's prefix "hf-hub:" or "local-dir:", one of its models.
         revision: Of the repo.
         dtype: Of the weights.
         hub: `token`, `cache_dir` and `local_files_only`.
 
     Raises:
         EncoderError: If it can't be loaded or lacks weights.
+        ImportError: If it's an open_clip model and the extra isn't installed.
     """
     import transformers
     from transformers import AutoConfig, AutoModel, AutoProcessor
 
+    place = open_clip_name(name)
+    if place is not None:
+        import_open_clip()
+        with _explain("open_clip model", name, revision):
+            commit = _commit(place, "open_clip_config.json", {**hub, "revision": revision})
+            return *load_open_clip(name, commit or revision, dtype, hub), commit
     with _explain("model", name, revision):
         commit = _commit(name, "config.json", {**hub, "revision": revision})
         options = {**hub, "revision": commit or revision}
@@ -151,7 +160,7 @@ def load_weights(
             commit, shown = None, Path(name).name
         else:
             commit, shown = _first_commit(name, {**hub, "revision": revision}), public_name(name)
-        lay_over(model, read_tensors(name, commit or revision, hub), add=add)
+        lay_over(model, open_clip_keys(model, read_tensors(name, commit or revision, hub)), add=add)
     return shown, commit
 
 

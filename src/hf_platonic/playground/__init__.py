@@ -19,16 +19,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from .architectures import BLUEPRINTS
+from .captioned import CAPTIONED, CaptionedSplit, CaptionedTask, load_captioned
 from .tasks import CONTROLS, TASKS, Modality, Split, Task, load_control, load_task
 
 __all__ = [
     "AUDIO_TASKS",
     "IMAGE_TASKS",
     "MODELS",
+    "RETRIEVAL_TASKS",
+    "CaptionedSplit",
+    "CaptionedTask",
     "Split",
     "Task",
     "adapter_path",
     "controls",
+    "load_captioned",
     "load_control",
     "load_task",
     "model_names",
@@ -43,6 +48,9 @@ IMAGE_TASKS: tuple[str, ...] = tuple(name for name, task in TASKS.items() if tas
 
 AUDIO_TASKS: tuple[str, ...] = tuple(name for name, task in TASKS.items() if task.modality == "audio")
 """Names of the sound tasks."""
+
+RETRIEVAL_TASKS: tuple[str, ...] = tuple(CAPTIONED)
+"""Names of the retrieval tasks, which have no fine-tunes: controls of what an edit leaves alone."""
 
 _WEIGHTS = Path(__file__).parent / "weights"
 

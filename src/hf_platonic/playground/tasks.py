@@ -93,8 +93,8 @@ class Task:
             raise ValueError(
                 f"Expected a split of {self.name!r} out of {names}, got {name!r}. Pass one of these names."
             )
-        limit = _DIGIT_SIZES[name] if self.name == "handwritten_digits" else None
-        n = limit or SIZES[name] if n is None else n
+        limit = split_size(self.name, name) if self.name == "handwritten_digits" else None
+        n = split_size(self.name, name) if n is None else n
         if n < 1 or (limit is not None and n > limit):
             upper = f" to {limit}" if limit else ""
             raise ValueError(
@@ -105,6 +105,11 @@ class Task:
         else:
             inputs, labels = _rendered(self, name, n)
         return Split(inputs, None if name == "probes" else tuple(labels))
+
+
+def split_size(task: str, split: SplitName) -> int:
+    """Number of items of a task's split as it is shipped."""
+    return (_DIGIT_SIZES if task == "handwritten_digits" else SIZES)[split]
 
 
 def load_task(name: str) -> Task:

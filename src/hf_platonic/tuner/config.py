@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from peft import PeftConfig
 from peft.utils import PeftType
 
 from .._checks import finite
+from .._pooling import features_of
 from ..errors import PlatonicError
 
 __all__ = ["PLATONIC", "PlatonicConfig"]
@@ -44,6 +46,7 @@ class PlatonicConfig(PeftConfig):  # type: ignore[misc, unused-ignore]
 
     A layer `y = W u + b` becomes `y + s (y @ left) @ right` at an output site and `y + s ([u, 1] @ left) @ right` at
     an input site (without the one where the layer has no bias), with `left` (p, r), `right` (r, d) and strength `s`.
+    At site "features" it becomes `y + s ([u, f, 1] @ left) @ right`, `f` what is read from inner modules.
 
     Args:
         r: Columns of `left`, rows of `right`; at least 1.
@@ -51,8 +54,10 @@ class PlatonicConfig(PeftConfig):  # type: ignore[misc, unused-ignore]
         target_modules: Names of the layers to edit: a list (a name, or the end of one) or one regular expression.
             None: the layer that writes the model's image or audio embedding.
         exclude_modules: Names to leave out, in the same two forms.
-        site: Behind the layer's output or at its input. None: what the model's family needs, where `target_modules`
-            is None as well; "output" otherwise.
+        site: Behind the layer's output, at its input, or beside it, from inner "features". None: what the model's
+            family needs, where `target_modules` is None as well; "output" otherwise.
+        features: For site "features": what is read, in order, each as `[module, pooling, size]`; those of
+            `DualEncoder(model, processor).at(site="features").site.features`.
         init_weights: True starts at no change (`left` random, `right` zero), False with both random.
         base_shape: Per edited layer `[out_features, in_features]`; written when the adapter is put on a model.
         base_sketch: Per edited layer a few seeded random projections of its weight and bias; written likewise. They
@@ -72,8 +77,11 @@ class PlatonicConfig(PeftConfig):  # type: ignore[misc, unused-ignore]
     exclude_modules: list[str] | set[str] | str | None = field(
         default=None, metadata={"help": "Names of layers to leave out."}
     )
-    site: Literal["output", "input"] | None = field(
+    site: Literal["output", "input", "features"] | None = field(
         default=None, metadata={"help": "Edit behind the layer's output or at its input. None: by the model's family."}
+    )
+    features: Sequence[Any] | None = field(
+        default=None, metadata={"help": 'Inner features read at site "features", as [module, pooling, size].'}
     )
     init_weights: bool = field(default=True, metadata={"help": "Start at no change (True) or at random (False)."})
     base_shape: dict[str, list[int]] | None = field(
@@ -95,8 +103,15 @@ class PlatonicConfig(PeftConfig):  # type: ignore[misc, unused-ignore]
         if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
             raise PlatonicError(f"Expected `r` to be an integer of at least 1, got {self.r!r}. Pass the rank.")
         self.strength = finite(self.strength, "strength")
-        if self.site not in (None, "output", "input"):
-            raise PlatonicError(f'Expected `site` to be "output", "input" or None, got {self.site!r}.')
+        if self.site not in (None, "output", "input", "features"):
+            raise PlatonicError(f'Expected `site` to be "output", "input", "features" or None, got {self.site!r}.')
+        if (self.site == "features") != bool(self.features):
+            raise PlatonicError(
+                f'Expected `features` at site "features" and nowhere else, got {self.features!r} at {self.site!r}. '
+                'Pass site="features", features=DualEncoder(model, processor).at(site="features").site.features.'
+            )
+        if self.features is not None:
+            self.features = [list(feature) for feature in features_of(self.features)]
         if self.target_modules == "all-linear":
             raise PlatonicError(
                 'Expected `target_modules` to name the layers to edit, got "all-linear": an operator belongs to the '

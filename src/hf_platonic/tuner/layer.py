@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
 from .._checks import finite, matrix
+from .._pooling import Feature, features_of
 from ..errors import PlatonicError
-from ..operator import Operator, SiteKind
+from ..operator import NOT_MERGEABLE, Operator, SiteKind
+from .capture import FeatureReader, stacked
 from .config import PlatonicConfig
 from .fingerprint import has_bias, layer_shape, plain_weight
 
@@ -31,11 +34,13 @@ class PlatonicLayer(BaseTunerLayer):  # type: ignore[misc, unused-ignore]
         platonic_left: Per adapter a parameter of shape (p, r), float32.
         platonic_right: Per adapter a parameter of shape (r, d), float32.
         platonic_strength: Per adapter its signed strength.
-        platonic_site: Per adapter "output" (p = d) or "input" (p = in_features, and one more for a bias).
+        platonic_site: Per adapter "output" (p = d), "input" (p = in_features, and one more for a bias) or "features"
+            (p = in_features, the sizes of the features, and one more).
+        platonic_features: Per adapter what it reads from inner modules.
     """
 
     adapter_layer_names: tuple[str, ...] = ("platonic_left", "platonic_right")
-    other_param_names: tuple[str, ...] = ("platonic_strength", "platonic_site")
+    other_param_names: tuple[str, ...] = ("platonic_strength", "platonic_site", "platonic_features")
 
     def __init__(self, base_layer: nn.Module) -> None:
         self.base_layer = base_layer
@@ -43,6 +48,8 @@ class PlatonicLayer(BaseTunerLayer):  # type: ignore[misc, unused-ignore]
         self.platonic_right = nn.ParameterDict({})
         self.platonic_strength: dict[str, float] = {}
         self.platonic_site: dict[str, SiteKind] = {}
+        self.platonic_features: dict[str, tuple[Feature, ...]] = {}
+        self._reader = FeatureReader()
         self.merged_adapters: list[str] = []
         self._disable_adapters = False
         self._original: tuple[Tensor, Tensor | None] | None = None
@@ -51,7 +58,8 @@ class PlatonicLayer(BaseTunerLayer):  # type: ignore[misc, unused-ignore]
     def update_layer(self, adapter_name: str, config: PlatonicConfig) -> None:
         """Add an adapter, or start an existing one anew, as its configuration says."""
         site: SiteKind = config.site or "output"
-        left = torch.empty(self.design_size(site), config.r)
+        features = features_of(config.features or ())
+        left = torch.empty(self.design_size(site, features), config.r)
         right = torch.zeros(config.r, self.out_features)
         nn.init.normal_(left, std=left.shape[0] ** -0.5)
         if not config.init_weights:
@@ -60,11 +68,14 @@ class PlatonicLayer(BaseTunerLayer):  # type: ignore[misc, unused-ignore]
         self.platonic_right[adapter_name] = nn.Parameter(right)
         self.platonic_strength[adapter_name] = finite(config.strength, "strength")
         self.platonic_site[adapter_name] = site
+        self.platonic_features[adapter_name] = features
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
-    def design_size(self, site: SiteKind) -> int:
+    def design_size(self, site: SiteKind, features: Sequence[Feature] = ()) -> int:
         """Rows `p` of a left factor at this site of this layer."""
+        if site == "features":
+            return self.in_features + sum(feature.size for feature in features) + 1
         return self.out_features if site == "output" else self.in_features + has_bias(self.get_base_layer())
 
     def load_factors(self, adapter_name: str, left: Tensor, right: Tensor) -> None:
@@ -80,7 +91,8 @@ class PlatonicLayer(BaseTunerLayer):  # type: ignore[misc, unused-ignore]
         """
         if adapter_name in self.merged_adapters:
             raise PlatonicError(f"Expected adapter {adapter_name!r} to be live, got a merged one. Unmerge it first.")
-        matrix(left, "left", (self.design_size(self.platonic_site[adapter_name]), None))
+        size = self.design_size(self.platonic_site[adapter_name], self.platonic_features[adapter_name])
+        matrix(left, "left", (size, None))
         matrix(right, "right", (left.shape[1], self.out_features))
         if left.shape[1] < 1:
             raise PlatonicError("Expected factors of rank 1 or more, got rank 0. Delete the adapter instead.")
@@ -97,6 +109,24 @@ class PlatonicLayer(BaseTunerLayer):  # type: ignore[misc, unused-ignore]
             old = container[adapter_name]
             placed = value.to(self._base_device() if old.is_meta else old.device).contiguous()
             container[adapter_name] = nn.Parameter(placed, requires_grad=old.requires_grad)
+
+    def read_features(self, model: nn.Module) -> None:
+        """Watch the modules of this model that the layer's adapters read features from, and no others.
+
+        Raises:
+            BaseMismatchError: If the model hasn't got one of them.
+        """
+        self._reader.watch(model, (feature for features in self.platonic_features.values() for feature in features))
+        self._reader.keep_only(feature for features in self.platonic_features.values() for feature in features)
+
+    def stop_reading(self) -> None:
+        """Take the layer's hooks off other modules, before it is replaced by its base layer."""
+        self._reader.keep_only(())
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Remove an adapter, and the hooks that it alone needed."""
+        super().delete_adapter(adapter_name)
+        self._reader.keep_only(feature for features in self.platonic_features.values() for feature in features)
 
     def operator(self, adapter_name: str) -> Operator:
         """The adapter's operator, its strength not included; detached and shared with the parameters."""
@@ -127,6 +157,15 @@ class PlatonicLayer(BaseTunerLayer):  # type: ignore[misc, unused-ignore]
         between = isinstance(self.base_layer, BaseTunerLayer) and not self.base_layer.merged
         return plain_weight(self.get_base_layer()) and not between
 
+    def require_mergeable(self, adapter_names: Sequence[str]) -> None:
+        """Nothing, where none of the adapters reads inner features.
+
+        Raises:
+            PlatonicError: If one does.
+        """
+        if any(self.platonic_site.get(name) == "features" for name in adapter_names):
+            raise PlatonicError(NOT_MERGEABLE)
+
     def get_delta_weight(self, adapter_name: str) -> Tensor:
         """What the adapter adds to the original weight, strength included: shape (out, in), float32 (or wider)."""
         return self._delta(adapter_name)[0]
@@ -138,7 +177,8 @@ class PlatonicLayer(BaseTunerLayer):  # type: ignore[misc, unused-ignore]
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """Whether a LoRA says exactly the same, so that PEFT's `save_as_lora` may be used: without a bias only."""
         base = self.get_base_layer()
-        return adapter_name in self.platonic_left and plain_weight(base) and not has_bias(base)
+        known = self.platonic_site.get(adapter_name) in ("output", "input")
+        return known and plain_weight(base) and not has_bias(base)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Write adapters into the base layer; always from its original weight, so the order doesn't matter.
@@ -148,12 +188,13 @@ class PlatonicLayer(BaseTunerLayer):  # type: ignore[misc, unused-ignore]
             adapter_names: Which adapters; None: the active ones.
 
         Raises:
-            PlatonicError: If the weight can't be edited, another method's layer lies between, or `safe_merge` finds
-                NaN or infinity.
+            PlatonicError: If the weight can't be edited, an adapter reads inner features, another method's layer lies
+                between, or `safe_merge` finds NaN or infinity.
         """
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.platonic_left]
         if not names:
             return
+        self.require_mergeable(names)
         if isinstance(self.base_layer, BaseTunerLayer) and not self.base_layer.merged:
             raise PlatonicError(
                 f"Expected the {type(self.base_layer).__name__} of another PEFT method inside this layer to be merged "
@@ -196,6 +237,7 @@ class PlatonicLayer(BaseTunerLayer):  # type: ignore[misc, unused-ignore]
     @torch.no_grad()
     def _delta(self, adapter_name: str) -> tuple[Tensor, Tensor | None]:
         """Change of weight and bias, strength included, at least float32, on the device of the weight."""
+        self.require_mergeable([adapter_name])
         weight, bias = self.original()
         dtype = torch.promote_types(weight.dtype, torch.float32)
         left = self.platonic_left[adapter_name].to(weight.device, dtype)
@@ -222,7 +264,7 @@ class PlatonicLayer(BaseTunerLayer):  # type: ignore[misc, unused-ignore]
 
 
 class Linear(nn.Module, PlatonicLayer):
-    """A linear layer with adapters: `y + sum_i s_i D_i left_i right_i`, `D_i` the output `y` or `[u, 1]`.
+    """A linear layer with adapters: `y + sum_i s_i D_i left_i right_i`, `D_i` one of `y`, `[u, 1]` and `[u, f, 1]`.
 
     Args:
         base_layer: The layer to edit.
@@ -247,7 +289,11 @@ class Linear(nn.Module, PlatonicLayer):
         Returns:
             Shape (..., out_features), the base layer's output dtype; the edit itself is computed in the factors'
             dtype, or the base's where that is wider.
+
+        Raises:
+            PlatonicError: If an adapter reads inner features and they weren't computed in the same forward pass.
         """
+        rows = self._reader.take()
         if self.disable_adapters and self.merged:
             self.unmerge()
         y: Tensor = self.base_layer(x, *args, **kwargs)
@@ -263,6 +309,11 @@ class Linear(nn.Module, PlatonicLayer):
                 coordinates = y.to(dtype) @ left
             else:
                 coordinates = x.to(dtype) @ left[: self.in_features]
+                if self.platonic_site[name] == "features":
+                    inputs = x.shape[:-1].numel()
+                    f = stacked(rows, self.platonic_features[name], inputs, edited)
+                    # A pooling head hands on (b, 1, in_features).
+                    coordinates = coordinates + (f @ left[self.in_features : -1]).reshape(*x.shape[:-1], -1)
                 if len(left) > self.in_features:  # the ones column that stands for the bias
                     coordinates = coordinates + left[-1]
             edited = edited + self.platonic_strength[name] * (coordinates @ right)

@@ -13,9 +13,11 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
 from .._checks import finite
+from .._pooling import features_of
 from ..errors import BaseMismatchError, PlatonicError
 from ..operator import Operator
 from .base import check_base, record_base, remedy
+from .capture import module_at
 from .config import PlatonicConfig
 from .layer import Linear, PlatonicLayer
 
@@ -77,6 +79,8 @@ class PlatonicModel(BaseTuner):  # type: ignore[misc, unused-ignore]
                     "reads the weight itself: an edit would do nothing. Choose another layer."
                 )
             check_base(name, peft_config, key, layer)
+        for feature in features_of(peft_config.features or ()):
+            module_at(model, feature)
         for key, layer in targets.items():
             record_base(peft_config, key, layer)
 
@@ -93,8 +97,10 @@ class PlatonicModel(BaseTuner):  # type: ignore[misc, unused-ignore]
     ) -> None:
         if isinstance(target, PlatonicLayer):
             target.update_layer(adapter_name, peft_config)
+            target.read_features(self.model)
             return
         layer = Linear(target, adapter_name, peft_config)
+        layer.read_features(self.model)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
@@ -269,7 +275,7 @@ class PlatonicModel(BaseTuner):  # type: ignore[misc, unused-ignore]
 
         Raises:
             PlatonicError: If a name is unknown or taken, the numbers differ, a weight isn't finite, or two adapters
-                edit one layer at different sites.
+                edit one layer at different sites or read different features.
         """
         if adapter_name in self.peft_config:
             raise PlatonicError(f"Expected a new adapter name, got {adapter_name!r}, which is taken. Delete it first.")
@@ -278,6 +284,11 @@ class PlatonicModel(BaseTuner):  # type: ignore[misc, unused-ignore]
         self._check_exist(adapters)
         factors = [finite(weight, f"weight of {name!r}") for name, weight in zip(adapters, weights, strict=True)]
         parts = [self.peft_config[name] for name in adapters]
+        if len({str(part.features) for part in parts if part.features}) > 1:
+            raise PlatonicError(
+                "Expected adapters that read the same inner features, got different ones. Solve them on one view of "
+                "the target."
+            )
         sums: dict[str, Operator] = {}
         for name, factor, part in zip(adapters, factors, parts, strict=True):
             for key in self._edited(name):
@@ -319,6 +330,35 @@ class PlatonicModel(BaseTuner):  # type: ignore[misc, unused-ignore]
                 layer.unmerge()
         model: nn.Module = super().unload()
         return model
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        """Write adapters into the weights; all of them or, where one can't be, none.
+
+        Args:
+            adapter_names: Which; None: the active ones.
+            safe_merge: Refuse a result that isn't finite.
+
+        Raises:
+            PlatonicError: If one reads inner features.
+        """
+        self._require_mergeable(adapter_names)
+        super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
+
+    def _unload_and_optionally_merge(
+        self, merge: bool = True, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any
+    ) -> nn.Module:
+        if merge:
+            self._require_mergeable(adapter_names)
+        layers = [layer for _, layer in self._layers()]
+        model: nn.Module = super()._unload_and_optionally_merge(merge, *args, adapter_names=adapter_names, **kwargs)
+        for layer in layers:
+            layer.stop_reading()
+        return model
+
+    def _require_mergeable(self, adapter_names: list[str] | None) -> None:
+        names = self.active_adapters if adapter_names is None else adapter_names
+        for _, layer in self._layers():
+            layer.require_mergeable(names)
 
     def _check_merge_allowed(self) -> None:
         """Refuse to merge into a weight that another layer shares and this method would change for both."""
