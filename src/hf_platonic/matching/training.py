@@ -154,7 +154,7 @@ def match_affinities(
             )
             with recomputed_layers(tower, sample, arguments.gradient_checkpointing):
                 state = train(task, accelerator, arguments, checkpoints, batch_size, num_workers, bars)
-        except Exception:
+        except BaseException:  # Ctrl-C leaves the target as it was, too
             if target.model is not before:
                 target.model = cast("PeftModel", target.model).unload()
             for parameter, was in required.items():
