@@ -42,7 +42,7 @@ def peak_mebibytes() -> float:
 
 def child(*options: str) -> dict[str, float]:
     """Figures of the calling script run in a process of its own, which prints them as its last line."""
-    run = subprocess.run([sys.executable, sys.argv[0], *options], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, sys.argv[0], *options], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(run.stdout.strip().splitlines()[-1])
 
 

@@ -15,8 +15,8 @@ __all__ = ["Split", "accuracy", "pooled", "tune_head", "tune_tower"]
 
 HEAD = {"epochs": 12, "batch_size": 64, "learning_rate": 5e-4, "weight_decay": 0.02}
 TOWER = {"epochs": 4, "batch_size": 32, "weight_decay": 0.01, "items": 1200, "warmup": 0.1, "clip": 1.0}
-# The first of these that doesn't diverge on the held-out part of the training split.
 TOWER_RATES = (3e-4, 1e-4, 3e-5)
+"""The one with the lowest loss on the held-out part of the training split is taken."""
 HELD_OUT = 0.1
 
 
@@ -79,28 +79,30 @@ def _loss(model: Any, split: Split, prompts: Tensor) -> float:
 
 
 def tune_tower(base: Any, split: Split, prompts: Tensor, *, mirrored: bool, seed: int) -> tuple[Any, dict[str, Any]]:
-    """All weights of the probe tower and the classifier, trained at the first rate that converges.
+    """All weights of the probe tower and the classifier, trained at the rate that does best.
 
-    Normalisation layers keep their statistics. A tenth of the training split is held out: a rate is given up as soon
-    as the loss there is no better than before training, and the epoch with the lowest one is kept.
+    Normalisation layers keep their statistics. A tenth of the training split is held out: the rate and the epoch with
+    the lowest loss there are taken, and a rate is given up as soon as the loss is no better than before training.
     """
     order = torch.randperm(len(split.labels), generator=torch.Generator().manual_seed(seed))
     kept = order[: TOWER["items"]]
     cut = round(len(kept) * HELD_OUT)
     held, train = Split(split.inputs[kept[:cut]], split.labels[kept[:cut]]), kept[cut:]
-    before = _loss(base, held, prompts)
+    best = before = _loss(base, held, prompts)
+    model, chosen, curves = None, {}, {}
     for rate in TOWER_RATES:
-        best, model, curve = before, None, []
+        curve = curves[f"{rate:g}"] = [round(before, 4)]
         for epoch, candidate in enumerate(_epochs(base, split, train, prompts, rate, mirrored, seed)):
-            curve.append(_loss(candidate, held, prompts))
-            if not curve[-1] < before:
+            loss = _loss(candidate, held, prompts)
+            curve.append(round(loss, 4))
+            if not loss < before:
                 break
-            if curve[-1] < best:
-                best, model, at = curve[-1], copy.deepcopy(candidate), epoch
-        if model is not None and len(curve) == TOWER["epochs"]:
-            note = {"trained": ["probe_model", "classifier"], **TOWER, "learning_rate": rate, "kept_epoch": at + 1}
-            return model, {**note, "held_out_loss": [round(value, 4) for value in (before, *curve)]}
-    raise SystemExit(f"Expected one of the rates {TOWER_RATES} to converge, got none. Try smaller ones.")
+            if loss < best:
+                best, model = loss, copy.deepcopy(candidate)
+                chosen = {"learning_rate": rate, "kept_epoch": epoch + 1}
+    if model is None:
+        raise SystemExit(f"Expected one of the rates {TOWER_RATES} to lower the loss, got none. Try smaller ones.")
+    return model, {"trained": ["probe_model", "classifier"], **TOWER, **chosen, "held_out_losses": curves}
 
 
 def _epochs(

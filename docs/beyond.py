@@ -410,10 +410,12 @@ those tried, and a little too good.
 By what the terms carry and the target's family allows, without labels:
 
 - at `site="features"`, where the family's inner layers are known; else, and in the text tower, at its own site;
-- the endpoint, if every term is an addition with its base affinity and alone on its grid; else the change; calibrated
-  where spreads are known;
+- the endpoint, if every term keeps its base affinity and is alone on its grid; else the change; calibrated where
+  spreads are known;
 - a joint solve for terms on several grids, with the default control where their prompts differ;
-- ridges by `"gcv"`, strength 1.
+- ridges by `"gcv"`, strength 1;
+- where anything is taken away and `preserve=` doesn't say what to leave alone: the change, at the family's own site,
+  with the paper's ridge, since more would take much else away with it.
 
 Every option that is given takes the place of the recipe's.
 

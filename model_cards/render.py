@@ -49,16 +49,17 @@ def cards() -> dict[str, str]:
         provenance=json.loads(json.dumps(config.provenance)),
         base_repo=None,
         base_revision=None,
+        base_class=type(model.get_base_model()).__name__,
         license="apache-2.0",
         results=report,
     )
-    source = descriptor.sources[0]
+    folded = {**made, "provenance": {**made["provenance"], "strength": config.strength}}
     return {
         "task-descriptor.md": descriptor_card(
             repo_id="your-name/digits",
             name=TASK,
             grid=descriptor.grid,
-            sources=[(source.base, source.tuned, source.coefficient)],
+            sources=descriptor.sources,
             spread=descriptor.spread,
             norm=descriptor.norm(),
             base_affinity=False,
@@ -69,10 +70,13 @@ def cards() -> dict[str, str]:
         "operator-head.md": adapter_card(
             repo_id="your-name/digits-head", kind="platonic", strength=config.strength, **made
         ),
-        "lora.md": adapter_card(repo_id="your-name/digits-lora", kind="lora", strength=None, **made),
+        "lora.md": adapter_card(repo_id="your-name/digits-lora", kind="lora", strength=None, **folded),
         "operator-bank.md": bank_card(
             repo_id="your-name/bank",
-            entries=[{"key": k, "folder": "/".join(k), "rank": o.rank} for k, o in bank.operators.items()],
+            entries=[
+                {"key": k, "folder": "/".join(k), "rank": o.rank, "provenance": bank.provenance[k]}
+                for k, o in bank.operators.items()
+            ],
             module=bank.site.module,
             site=bank.site.kind,
             modality=bank.modality,

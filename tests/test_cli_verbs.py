@@ -38,7 +38,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "classes.txt").write_text("\n".join(TASK.class_names) + "\n\n")
     (folder / "prompts.txt").write_text("\n".join(TASK.templates[0].replace("{}", n) for n in TASK.class_names))
     (folder / "notes.md").write_text("nothing")
-    found = {name: str(folder / name) for name in ("saved", "classes.txt", "prompts.txt", "notes.md")}
+    (folder / "broken.json").write_text("{")
+    found = {name: str(folder / name) for name in ("saved", "classes.txt", "prompts.txt", "notes.md", "broken.json")}
     return {**found, **{name: str(folder / f"{name}.parquet") for name in ("typed", "plain")}}
 
 
@@ -165,6 +166,10 @@ def test_a_coefficient_is_read_from_the_end_of_a_term() -> None:
         (
             [*EXTRACT, "notes.md"],
             "Expected a file of type .parquet, .json",
+        ),
+        (
+            [*EXTRACT, "broken.json", "--class-names", "a", "b"],
+            "Expected a readable json file, got",
         ),
         (
             [*EXTRACT, "typed", "--prompts", "prompts.txt", "--template", "a {}"],

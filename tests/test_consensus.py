@@ -129,7 +129,7 @@ def test_its_endpoint_is_the_mean_of_the_calibrated_endpoints() -> None:
 
 
 def test_refuses() -> None:
-    with pytest.raises(PlatonicError, match="at least one descriptor for a consensus"):
+    with pytest.raises(PlatonicError, match="a list of at least one descriptor, got \\[\\]"):
         Consensus.of([])
     with pytest.raises(PlatonicError, match="Expected `weighting` out of"):
         Consensus.of([source(0)], weighting="median")  # type: ignore[arg-type]

@@ -119,7 +119,7 @@ def test_refuses_one_model_twice_and_wrong_modalities() -> None:
         extract(base, tiny_encoder("clap"), probes)
     with pytest.raises(ProbeError, match="Expected audio probes for CLAP, got image probes"):
         extract(tiny_encoder("clap"), tiny_encoder("clap"), probes)
-    with pytest.raises(PlatonicError, match="`batch_size` of at least 1, got 0"):
+    with pytest.raises(PlatonicError, match="`batch_size` to be a whole number of at least 1, got 0"):
         extract(base, tuned, probes, batch_size=0)
 
 

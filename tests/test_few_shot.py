@@ -80,6 +80,11 @@ def test_a_transferred_adapter_learns_its_examples_and_keeps_its_strength(site: 
     after = model.base_model.get_operator("default")
     assert after.site == before.site
     assert model.base_model.get_strengths() == {"default": 0.5}
+    made = model.peft_config["default"].provenance
+    assert made["finished"] == [
+        {"examples": 6, "classes": 3, "penalty": 1e-6, "unlabelled": task.grid.fingerprint},
+    ]
+    assert not {"verified", "forecast"} & made.keys()
     columns = encode_columns(target, examples.columns)
     assert accuracy(encode_probes(target, examples).unit, columns, labels) == 1.0
 

@@ -116,7 +116,11 @@ def test_automatic_goes_by_what_descriptors_carry() -> None:
     assert (both.objective, both.combine, both.preserve) == ("endpoint", "joint", "default")
     same_prompts = replace(first, grid=ProbeSet(tiny_images(N, seed=3), prompts=["a", "b"]).grid)
     assert (automatic([first, same_prompts]).combine, automatic([first, same_prompts]).preserve) == ("joint", ())
-    assert automatic([-first]).objective == "change"
+    assert automatic([-first]) == Choices("change", "spread", "sum", ())
+    assert automatic([-first], preserving=True) == single
+    kept = choices_of("auto", [-first], preserve=PROBES)
+    assert kept == replace(single, combine="joint", preserve=(PROBES,))
+    assert choices_of("auto", [-first], preserve=[]) == automatic([-first])
     assert automatic([first, -other]).objective == "change"
     assert automatic([first, on(["a", "b"], seed=2)]).objective == "change"  # endpoints of one grid don't add
     assert automatic([replace(first, base_affinity=None)]) == replace(single, objective="change")

@@ -62,6 +62,9 @@ def test_is_exact_in_the_span_of_the_old_prompts(models: tuple[DualEncoder, Dual
     wide = extract(*models, probes, store_base=True, progress=False)
     found, share = with_prompts(wide, models[0], prompts=["an ant", "the bee", "some crab"], prompt_ridge=1e-9)
     assert share == pytest.approx(1.0, abs=1e-3)
+    assert [source.changes for source in found.sources] == [
+        (f"its 3 columns combined out of {len(words)} other prompts', which cover {share:.2f} of them",)
+    ]
     assert found.probes is not None
     again = extract(*models, found.probes, store_base=True, progress=False)
     torch.testing.assert_close(found.delta, again.delta, rtol=0, atol=1e-4)

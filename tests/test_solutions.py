@@ -384,3 +384,22 @@ def test_refuses_choices_by_agreement_without_a_fine_tunes_answers(
                 solve_transfer(terms, target(), calibration=calibration, **options)  # type: ignore[arg-type]
     with pytest.raises(PlatonicError, match='Expected added terms for a choice by "agreement", got the negated'):
         solve_transfer([tasks[1], -tasks[0]], target(), **options)
+
+
+@pytest.mark.parametrize("recipe", ["paper", "auto"])
+def test_prompts_that_a_target_cannot_tell_apart_are_refused_before_any_pass(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes = ProbeSet(tiny_images(6), prompts=["A cat", "a cat"])
+    term = TaskDescriptor(torch.ones(6, 2), probes.grid, probes=probes)
+    seen: list[Any] = []
+    preprocess = DualEncoder.preprocess
+
+    def watched(encoder: DualEncoder, inputs: Any, **options: Any) -> Any:
+        seen.extend(item for item in inputs if item in list(probes))
+        return preprocess(encoder, inputs, **options)
+
+    monkeypatch.setattr(DualEncoder, "preprocess", watched)
+    with pytest.raises(PromptError, match=r"'A cat' and 'a cat'.*same to this model"):
+        solve_transfer(term, tiny_encoder("siglip2"), recipe=recipe)
+    assert seen == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -108,3 +109,15 @@ def test_importing_is_lazy() -> None:
         subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, check=True) for c in (code, peft)
     )
     assert here.stdout == alone.stdout
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    root = PACKAGE.parents[1]
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("examples/*.md"), *root.glob("model_cards/*.md")]
+    links = [
+        (page.relative_to(root), target)
+        for page in pages
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(links) > 20
+    assert [(str(page), target) for page, target in links if not (root / page.parent / target).exists()] == []

@@ -58,7 +58,7 @@ def test_shipped_suites_are_whole(name: str) -> None:
         assert len({label.casefold().replace("_", " ") for label in task.labels}) == len(task.labels)
         assert task.modality in {model.modality for model in suite.models}
     for task in suite.tasks:
-        unlabelled = split_size(task.name, "probes") if name in ("playground", "beyond") else 0
+        unlabelled = split_size(task.name, "probes") if suite.fine_tunes.kind == "playground" else 0
         assert 0 < task.probe_count <= (task.train_size or 0) + unlabelled
     if suite.fine_tunes.kind == "lora":
         assert all(suite.fine_tunes.recipe(m.name, t.name).epochs for m in suite.models for t in suite.tasks)
@@ -135,7 +135,7 @@ def test_a_suite_of_ones_own(tmp_path: Path) -> None:
             {"tasks": [{**SMALL["tasks"][0], "probes_per_class": 0}]},
             r"Expected `probes` or `probes_per_class` above 0 for every task of .*, got neither for \['shades'\]",
         ),
-        ({"extends": "nothing"}, "Expected a suite out of audio, .* or a YAML file, got 'nothing'"),
+        ({"extends": "nothing"}, "Expected a suite out of ablation, audio, .* or a YAML file, got 'nothing'"),
     ],
 )
 def test_mistakes_name_file_key_and_what_was_expected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -13,6 +13,7 @@ from hf_platonic.descriptor import TaskDescriptor
 from hf_platonic.errors import PlatonicError, PromptError
 from hf_platonic.objectives import wanted_change
 from hf_platonic.probes import ProbeSet
+from hf_platonic.sources import Source
 
 NAMES = ("cat", "dog", "bird")
 PROBES = ProbeSet(tiny_images(5), class_names=NAMES, templates=("a {}",))
@@ -50,7 +51,18 @@ def test_is_saved_and_loaded_like_any_other(tmp_path: Path) -> None:
     loaded = TaskDescriptor.from_pretrained(tmp_path)
     assert torch.equal(loaded.delta, found.delta)
     assert loaded.base_affinity is not None
-    assert (loaded.spread, loaded.name, loaded.sources) == (1.0, "teacher", ())
+    assert (loaded.spread, loaded.name, loaded.sources) == (1.0, "teacher", found.sources)
+
+
+def test_teachers_are_told_apart_and_cancel_like_fine_tunes() -> None:
+    one, other = (TaskDescriptor.from_scores(scores, PROBES) for scores in (LOGITS, LOGITS.flip(0)))
+    assert [source.coefficient for source in (2 * one - other).sources] == [2.0, -1.0]
+    assert (one + other - other).sources == one.sources
+
+
+def test_a_source_is_a_fine_tune_or_a_teacher() -> None:
+    with pytest.raises(PlatonicError, match="a fine-tune with its base or a teacher's scores, got parts of both"):
+        Source(None, None)
 
 
 @pytest.mark.parametrize(

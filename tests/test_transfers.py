@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from hf_platonic.encoding import encode_columns, encode_probes
 from hf_platonic.errors import EncoderError, GridMismatchError, PlatonicError
 from hf_platonic.extraction import extract
 from hf_platonic.probes import ProbeSet
-from hf_platonic.solutions import solve_operators
+from hf_platonic.solutions import solve_operators, solve_transfer
 from hf_platonic.solve import closed_form
 from hf_platonic.terms import paper_strength
 from hf_platonic.transfers import transfer
@@ -166,6 +167,30 @@ def test_initialising_fills_an_adapter_of_get_peft_model(clip_task: TaskDescript
     wrong = get_peft_model(elsewhere.model, PlatonicConfig(target_modules=["text_projection"], site="output"))
     with pytest.raises(PlatonicError, match="adapter on visual_projection .* got one on .'text_projection'"):
         initialize_platonic_weights(wrong, clip_task, elsewhere.processor)
+
+
+@pytest.mark.parametrize("strength", [None, 0.3, "agreement"])
+def test_initialising_takes_the_strength_that_is_asked_for(strength: Any, clip_task: TaskDescriptor) -> None:
+    kept = 0.05
+    expected = solve_transfer(clip_task, tiny_encoder("siglip", seed=2), strength=strength or kept)
+    target = tiny_encoder("siglip", seed=2)
+    model = get_peft_model(target.model, PlatonicConfig(strength=kept))
+    initialize_platonic_weights(model, clip_task, target.processor, strength=strength)
+    assert model.get_strengths() == {"default": expected.strength}
+    assert model.peft_config["default"].provenance["forecast"] == expected.provenance["forecast"]
+    assert clip_task.probes is not None
+    bare = tiny_encoder("siglip", seed=2)
+    features = encode_probes(bare, clip_task.probes)
+    unit = expected.operator.apply(features.unit, features.design, strength=expected.strength)
+    found = encode_probes(DualEncoder(model, target.processor), clip_task.probes).unit
+    torch.testing.assert_close(found, unit, rtol=0, atol=1e-5)
+
+
+def test_initialising_leaves_the_place_to_the_config(clip_task: TaskDescriptor) -> None:
+    target = tiny_encoder(seed=2)
+    model = get_peft_model(target.model, PlatonicConfig())
+    with pytest.raises(PlatonicError, match=r"place of the edit in the PlatonicConfig, got \['site'\] here"):
+        initialize_platonic_weights(model, clip_task, target.processor, site="input")
 
 
 def test_a_fresh_process_loads_what_this_one_saved(clip_task: TaskDescriptor, tmp_path: Path) -> None:

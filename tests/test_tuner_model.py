@@ -354,7 +354,11 @@ def test_deleting_the_first_adapter_while_others_act() -> None:
     assert model.active_adapters == ["dogs", "birds"]
     assert features(model, "clip").isfinite().all()
     # PEFT 0.21.2 goes on naming the deleted one as PeftModel.active_adapter while several others act.
+    with pytest.raises(KeyError, match=r"among \['birds', 'dogs'\], got 'cars'. If that was deleted .*`set_adapter`"):
+        model.active_peft_config  # noqa: B018
     model.set_adapter("dogs")
+    model.set_strengths({"dogs": 0.3, "birds": 0.3})
+    assert model.active_adapters == ["dogs", "birds"]
     with model.disable_adapter():
         assert torch.equal(features(model, "clip"), features(tiny_parts("clip")[0], "clip"))
 

@@ -29,6 +29,16 @@ def finite(value: float, name: str) -> float:
     return number
 
 
+def instance(value: object, name: str, kind: type, remedy: str) -> None:
+    """Nothing, where the value is of this class.
+
+    Raises:
+        PlatonicError: If it isn't; with the remedy, and what came.
+    """
+    if not isinstance(value, kind):
+        raise PlatonicError(f"Expected `{name}` to be a {kind.__name__}, got {type(value).__name__}. {remedy}")
+
+
 def positive(value: float, name: str) -> float:
     """The value as a float above zero.
 

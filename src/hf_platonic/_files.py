@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .errors import DescriptorFormatError
 
-__all__ = ["read_json", "write_atomic", "write_json"]
+__all__ = ["read_json", "whole_folder", "write_atomic", "write_json"]
 
 _MAX_CONFIG_BYTES = 256 * 2**20
 
@@ -40,6 +42,32 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(goal: Path) -> Iterator[Path]:
+    """A folder to write into, whose files are moved to `goal` once all are written.
+
+    For what other libraries write in place. An error or an interruption inside leaves `goal` as it was. Its other
+    files stay, and so does a README.md, which somebody may have written.
+
+    Args:
+        goal: Made if it isn't there.
+    """
+    made = not goal.exists()
+    goal.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=goal, prefix=".writing.", suffix=".tmp"))
+    try:
+        yield temporary
+        for path in sorted(path for path in temporary.rglob("*") if path.is_file()):
+            place = goal / path.relative_to(temporary)
+            if place.name != "README.md" or not place.exists():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, place)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if made and not any(goal.iterdir()):
+            goal.rmdir()
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

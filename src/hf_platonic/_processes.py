@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, TypeVar
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from accelerate import PartialState
+    from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["gather_objects", "gather_rows", "own_slice", "process_state", "sum_over_processes"]
+__all__ = [
+    "gather_objects",
+    "gather_rows",
+    "own_slice",
+    "passes_to_keep_step",
+    "process_state",
+    "sharded_modules",
+    "sum_over_processes",
+    "worker_processes",
+]
 
 
 _T = TypeVar("_T")
@@ -81,3 +98,72 @@ def sum_over_processes(own: Tensor) -> Tensor:
 
     found: Tensor = reduce(own.to(state.device), reduction="sum")
     return found.to(own.device)
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules whose weights FSDP 2 spreads over the processes; none of a whole model."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def passes_to_keep_step(models: Iterable[nn.Module], own: int) -> int:
+    """How many passes through these models this process has to add to its own.
+
+    One whose weights are sharded over the processes gathers them in every pass, so all must make as many.
+    """
+    return max(gather_objects(own)) - own if any(map(sharded_modules, models)) else 0
+
+
+@contextmanager
+def worker_processes(
+    count: int, start: Callable[..., object], *arguments: Any
+) -> Iterator[Callable[..., Future[Any]]]:
+    """Fresh processes on this machine that end when this one does, however that comes about, and don't see Ctrl-C.
+
+    Args:
+        count: How many at most.
+        start: What each calls first, with `arguments`.
+        *arguments: Pickled.
+
+    Yields:
+        `submit(function, *arguments)`, which gives a future.
+    """
+    context, others = get_context("spawn"), set(active_children())
+    # Its sending end is here alone: the workers see it closed when this process is no more.
+    receiver, sender = context.Pipe(duplex=False)
+    with ProcessPoolExecutor(count, context, initializer=_begin, initargs=(receiver, start, arguments)) as pool:
+
+        def submit(function: Callable[..., Any], *values: Any) -> Future[Any]:
+            if not hasattr(signal, "pthread_sigmask"):
+                return pool.submit(function, *values)
+            # A new process inherits what is blocked, and so is spared Ctrl-C while it still imports.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                return pool.submit(function, *values)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+        try:
+            yield submit
+        except BaseException:
+            sender.close()
+            for child in set(active_children()) - others:  # which may still be importing
+                child.terminate()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _begin(receiver: Connection, start: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    """What a new process does first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process sees Ctrl-C, and ends this one
+    threading.Thread(target=_follow, args=(receiver,), daemon=True).start()
+    start(*arguments)
+
+
+def _follow(receiver: Connection) -> None:
+    """Ends this process when the one that started it has ended."""
+    wait([receiver])
+    os._exit(1)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ._checks import instance
 from ._files import read_json, write_json
 from ._hub import Pushed, fetch_folder
 from ._pooling import features_of
@@ -88,6 +89,7 @@ class OperatorBank:
         Raises:
             PlatonicError: If a key isn't a name or a tuple of names that can be folders; else as `solve_operators`.
         """
+        instance(descriptors, "descriptors", Mapping, 'Pass {("source", "task"): descriptor}.')
         for key in descriptors:
             _folder(key)
         target = target.at(site=site, tower=tower)
@@ -205,7 +207,10 @@ class OperatorBank:
             license = inherited_license([base], token=token)
         card = bank_card(
             repo_id=repo_id,
-            entries=[{"key": k, "folder": _folder(k), "rank": self.operators[k].rank} for k in self.operators],
+            entries=[
+                {"key": k, "folder": _folder(k), "rank": o.rank, "provenance": self.provenance.get(k, {})}
+                for k, o in self.operators.items()
+            ],
             module=self.site.module,
             site=self.site.kind,
             modality=self.modality,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import __version__
@@ -16,9 +19,10 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `hf-platonic` and returns its exit code: 0, 1 after an error, 2 for wrong arguments, 130 after Ctrl-C."""
-    options = _parser().parse_args(arguments)
     try:
-        code: int = options.run(options)
+        options = _parser().parse_args(arguments)
+        with _heard():
+            code: int = options.run(options)
         return code
     except KeyboardInterrupt:
         print("hf-platonic: interrupted; nothing was left half-written.", file=sys.stderr)
@@ -26,6 +30,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         print(f"hf-platonic: {error}", file=sys.stderr)
         return 1
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """Ctrl-C comes again where it fell into a `__del__` or another place whose exceptions Python drops."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            # Not from here, where it would be dropped as well.
+            threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -114,6 +114,7 @@ def _label(value: object, positions: dict[str, int], index: int) -> int:
 def _loaded(options: argparse.Namespace, *, streaming: bool) -> tuple[Any, str | None]:
     """One split, and its commit where it's on the Hub."""
     from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
 
     path = Path(options.data)
     with process_state().main_process_first():
@@ -122,7 +123,11 @@ def _loaded(options: argparse.Namespace, *, streaming: bool) -> tuple[Any, str |
             if builder is None:
                 raise ProbeError(f"Expected a file of type {', '.join(_BUILDERS)}, got {path}.")
             # A lone file is one split, which `datasets` calls "train".
-            return load_dataset(builder, data_files=str(path), split="train", streaming=streaming), None
+            try:
+                return load_dataset(builder, data_files=str(path), split="train", streaming=streaming), None
+            except DatasetGenerationError as error:
+                why = error.__cause__ or error
+                raise ProbeError(f"Expected a readable {builder} file, got {path}: {why}. Repair it.") from error
         if path.is_dir():
             return load_dataset(str(path), options.config, split=options.split, streaming=streaming), None
         commit = sources.commit_of(options.data, options.revision, None)

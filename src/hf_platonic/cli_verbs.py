@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ._files import write_json
+from ._files import whole_folder, write_json
 
 __all__ = ["add_verbs"]
 
@@ -137,6 +137,7 @@ def _extract(options: argparse.Namespace) -> int:
 def _transfer(options: argparse.Namespace) -> int:
     from .cli_data import probe_set
     from .descriptor import TaskDescriptor
+    from .export import PROVENANCE_NAME
     from .transfers import transfer
 
     terms = []
@@ -156,11 +157,14 @@ def _transfer(options: argparse.Namespace) -> int:
     )
     if _main():
         provenance = getattr(next(iter(model.peft_config.values())), "provenance", {})
-        if options.merge:
-            model.merge_and_unload().save_pretrained(options.out)
-            target.processor.save_pretrained(options.out)
-        else:
-            model.save_pretrained(options.out)
+        with whole_folder(options.out) as folder:
+            if options.merge:
+                model.merge_and_unload().save_pretrained(folder)
+                target.processor.save_pretrained(folder)
+            else:
+                model.save_pretrained(folder)
+                if options.method == "lora":  # whose config has no place for it
+                    write_json(folder / PROVENANCE_NAME, provenance)
         shown = {key: provenance[key] for key in ("verified", "forecast") if key in provenance}
         print(json.dumps({"out": str(options.out), "merged": options.merge, **shown}))
     return 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from .affinities import row_centred
-from .descriptor import DescriptorSum, TaskDescriptor
+from .descriptor import DescriptorSum, TaskDescriptor, require_descriptors
 from .errors import PlatonicError
 from .grid import require_same_grid
 from .objectives import calibrated
@@ -66,8 +66,7 @@ class Consensus:
             PlatonicError: If there are none, a spread isn't above 0, or the weighting is unknown.
             GridMismatchError: If they lie on several grids.
         """
-        if not descriptors:
-            raise PlatonicError("Expected at least one descriptor for a consensus, got none.")
+        require_descriptors(descriptors)
         if weighting not in get_args(Weighting):
             raise PlatonicError(f"Expected `weighting` out of {get_args(Weighting)}, got {weighting!r}.")
         for other in descriptors[1:]:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._checks import finite_rows, matrix, positive
+from ._checks import finite_rows, instance, matrix, positive
 from .encoders.encoder import DualEncoder
 from .encoding import encode_probes
 from .errors import PlatonicError, ProbeError
@@ -128,6 +128,8 @@ def select_probes(
     Raises:
         ProbeError: If k is below 1, or a probe can't be read or embedded.
     """
+    instance(encoder, "encoder", DualEncoder, "Load one with `DualEncoder.from_pretrained`.")
+    instance(probes, "probes", ProbeSet, "Make one with `ProbeSet(inputs, class_names=...)`.")
     _count(k, len(probes))
     features = encode_probes(
         encoder, probes, batch_size=batch_size, num_workers=num_workers, progress=progress, description="select"

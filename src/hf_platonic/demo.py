@@ -10,9 +10,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,8 @@ import torch
 from tqdm.auto import tqdm
 
 from . import playground
+from ._files import whole_folder
+from ._processes import worker_processes
 from .bank import OperatorBank
 from .descriptor import TaskDescriptor
 from .encoders.encoder import DualEncoder
@@ -66,8 +66,8 @@ def run_demo(*, out: str | Path | None = None, progress: bool | None = None) -> 
     """
     start = time.perf_counter()
     _settle()
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # sounds beside images, a core each
-        audio = pool.submit(_audio)
+    with worker_processes(1, _settle) as submit:  # sounds beside images, a core each
+        audio = submit(_audio)
         images = _run_suite("image", progress=progress)
         report = _summary(images)
         report["addition"] = _composed(images.addition)
@@ -80,7 +80,6 @@ def run_demo(*, out: str | Path | None = None, progress: bool | None = None) -> 
 
 
 def _audio() -> dict[str, Any]:
-    _settle()
     return _summary(_run_suite("audio", progress=False))
 
 
@@ -241,8 +240,9 @@ def _round_trip(suite: _Suite, folder: Path) -> dict[str, Any]:
     test = suite.tests[task]
     live = evaluate(encoder, {task: test}, batch_size=_BATCH)
     merged = model.merge_and_unload()
-    merged.save_pretrained(folder / "merged")
-    encoder.processor.save_pretrained(folder / "merged")
+    with whole_folder(folder / "merged") as whole:
+        merged.save_pretrained(whole)
+        encoder.processor.save_pretrained(whole)
     ordinary = DualEncoder.from_pretrained(folder / "merged")
     again = encode_probes(ordinary, test.probes, batch_size=_BATCH)
     return {

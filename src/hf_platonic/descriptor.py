@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ._checks import finite, matrix
+from ._checks import finite, instance, matrix
 from ._files import read_json, write_json
 from ._hub import Pushed, fetch_folder
 from ._publish import inherited_license, push_saved
@@ -24,7 +24,7 @@ from .grid import Grid, require_same_grid
 from .probes import ProbeSet
 from .sources import Source, joined_sources
 
-__all__ = ["SCHEMA_VERSION", "DescriptorSum", "TaskDescriptor"]
+__all__ = ["SCHEMA_VERSION", "DescriptorSum", "TaskDescriptor", "require_descriptors"]
 
 SCHEMA_VERSION = 1
 TENSORS_NAME = "descriptor.safetensors"
@@ -41,7 +41,7 @@ class TaskDescriptor:
     Attributes:
         delta: `U`, shape (n, m), float32, on the CPU; each entry in [-2, 2] as extracted.
         grid: The ordered probes and prompts it was taken on.
-        sources: The fine-tunes it came from, with their coefficients.
+        sources: The fine-tunes and teachers it came from, with their coefficients and what else was done to them.
         spread: Root mean square of the row-centred base affinity, for calibration; at least 0. Of a sum, the mean
             over its parts weighted by the size of their coefficients.
         base_affinity: `A(base)`, shape (n, m), float32, where it was kept.
@@ -152,11 +152,10 @@ class TaskDescriptor:
         """The mean of descriptors on one grid.
 
         Raises:
-            PlatonicError: If there are none.
+            PlatonicError: If there are none, or one isn't a descriptor.
             GridMismatchError: If they lie on several grids.
         """
-        if not descriptors:
-            raise PlatonicError("Expected at least one descriptor to average, got none.")
+        require_descriptors(descriptors)
         first = descriptors[0]
         for other in descriptors[1:]:
             require_same_grid(first.grid, other.grid)
@@ -214,6 +213,7 @@ class TaskDescriptor:
         Raises:
             GridMismatchError: If they lie on different grids.
         """
+        require_descriptors([other])
         require_same_grid(self.grid, other.grid)
         norms = self.norm() * other.norm()
         pairs = zip(blocks(self.delta), blocks(other.delta), strict=True)
@@ -311,7 +311,7 @@ class TaskDescriptor:
             repo_id=repo_id,
             name=self.name,
             grid=self.grid,
-            sources=[(source.base, source.tuned, source.coefficient) for source in self.sources],
+            sources=self.sources,
             spread=self.spread,
             norm=self.norm(),
             base_affinity=self.base_affinity is not None,
@@ -428,8 +428,17 @@ class TaskDescriptor:
         Raises:
             GridMismatchError: If the probe set isn't the one of its grid.
         """
+        instance(probes, "probes", ProbeSet, "Make one with `ProbeSet(inputs, class_names=...)`.")
         require_same_grid(self.grid, probes.grid)
         return replace(self, probes=probes)
+
+
+def require_descriptors(values: Sequence[TaskDescriptor]) -> None:
+    """Nothing, where it's a list of at least one descriptor."""
+    if isinstance(values, TaskDescriptor) or not values:
+        raise PlatonicError(f"Expected a list of at least one descriptor, got {values!r:.100}.")
+    for value in values:
+        instance(value, "descriptors", TaskDescriptor, "Extract or load one first.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -450,6 +459,14 @@ class DescriptorSum:
             key = descriptor.grid.fingerprint
             by_grid[key] = by_grid[key]._same_grid_sum(descriptor) if key in by_grid else descriptor
         return cls(tuple(by_grid.values()))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"'DescriptorSum' has no attribute {name!r}: it's several descriptors, one a grid. Use each of its "
+                "`terms`, which are saved, pushed and looked at one by one; `transfer` takes them together."
+            )
 
     def __len__(self) -> int:
         return len(self.terms)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from ._processes import gather_objects, gather_rows, own_slice, process_state
+from ._processes import gather_objects, gather_rows, own_slice, passes_to_keep_step, process_state
 from .encoders.encoder import DualEncoder, ProbeFeatures
 from .encoders.features import group_means
 from .errors import PlatonicError, ProbeError
@@ -57,8 +57,8 @@ def in_batches(rows: range, batch_size: int) -> list[range]:
     Raises:
         PlatonicError: If `batch_size` isn't at least 1.
     """
-    if batch_size < 1:
-        raise PlatonicError(f"Expected `batch_size` of at least 1, got {batch_size}.")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise PlatonicError(f"Expected `batch_size` to be a whole number of at least 1, got {batch_size!r}.")
     return [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
 
 
@@ -113,7 +113,7 @@ def encode_batches(
         pin_memory=any(encoder.device.type == "cuda" for encoder in encoders),
         generator=torch.Generator(),  # or the loader would draw its seed from the global one
     )
-    further = _passes_to_keep_step(encoders, len(unseen))
+    further = passes_to_keep_step([encoder.model for encoder in encoders], len(unseen))
     loaded = iter(_bar(loader, progress, description))
     for batch in batches:
         features = recalled(batch)
@@ -261,15 +261,6 @@ class Varied:
                 f"{self.seen - 1} others. Look at the inputs (all blank?) and at the weights (did they load?).",
                 index=0,
             )
-
-
-def _passes_to_keep_step(encoders: Sequence[DualEncoder], own: int) -> int:
-    """How many passes this process has to add to its own.
-
-    A model whose weights are sharded over the processes (FSDP) gathers them in every pass, so all must make as many.
-    """
-    sharded = any(type(p).__name__ == "DTensor" for encoder in encoders for p in encoder.model.parameters())
-    return max(gather_objects(own)) - own if sharded else 0
 
 
 def _stacked(parts: list[Tensor], width: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import matrix
+from ._checks import instance, matrix
 from ._processes import sum_over_processes
 from .affinities import affinity
 from .encoders.encoder import DualEncoder
@@ -41,13 +41,14 @@ class EvaluationSet:
     labels: Sequence[int]
 
     def __post_init__(self) -> None:
+        instance(self.probes, "probes", ProbeSet, "It comes first, the labels second.")
         classes = len(self.probes.class_names)
         if len(self.labels) != len(self.probes):
             raise PlatonicError(f"Expected one label per input ({len(self.probes)}), got {len(self.labels)}.")
         for index, label in enumerate(self.labels):
-            if not 0 <= int(label) < classes:
+            if isinstance(label, str) or not 0 <= int(label) < classes:
                 raise PlatonicError(
-                    f"Expected labels in [0, {classes}), got {label} for input {index}. Labels count the "
+                    f"Expected labels in [0, {classes}), got {label!r} for input {index}. Labels count the "
                     "classes in the order of `class_names`."
                 )
 
@@ -195,6 +196,11 @@ def evaluate(
 
     from peft import PeftModel
 
+    instance(edited, "edited", DualEncoder, "Pass the encoder whose model was edited, then the tasks.")
+    for kind, sets in (("tasks", tasks), ("control", control or {})):
+        instance(sets, kind, Mapping, 'Pass {"name": EvaluationSet(probes, labels)}.')
+        for name, data in sets.items():
+            instance(data, f"{kind}[{name!r}]", EvaluationSet, "Make one with `EvaluationSet(probes, labels)`.")
     if not tasks:
         raise PlatonicError("Expected at least one task to evaluate, got none.")
     if base is None and not isinstance(edited.model, PeftModel):

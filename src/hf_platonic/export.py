@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,19 +17,27 @@ from torch import Tensor
 from ._files import write_atomic, write_json
 from ._hub import Pushed, fetch_folder
 from ._publish import inherited_license, push_saved
-from .cards import Results, adapter_card, hub_repo
+from .cards import Results, adapter_card, hub_repo, made_of
 from .encoders.families import supported_families
 from .encoders.identity import EncoderIdentity
 from .errors import EncoderError, PlatonicError
 from .operator import Operator
-from .tuner import PlatonicConfig, PlatonicLayer, PlatonicModel
+from .tuner import PlatonicConfig, PlatonicLayer, PlatonicModel, factors_digest
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["ADAPTER_FILES", "export_lora", "push_adapter", "push_adapter_folder"]
+__all__ = [
+    "ADAPTER_FILES",
+    "PROVENANCE_NAME",
+    "export_lora",
+    "push_adapter",
+    "push_adapter_folder",
+    "without_false_alarms",
+]
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+PROVENANCE_NAME = "provenance.json"
 
 
 def export_lora(model: PeftModel, save_directory: str | Path, *, adapters: Sequence[str] | None = None) -> None:
@@ -39,7 +49,8 @@ def export_lora(model: PeftModel, save_directory: str | Path, *, adapters: Seque
 
     Args:
         model: A PEFT model with `PLATONIC` adapters, none of them merged.
-        save_directory: Made if it isn't there; gets `adapter_config.json` and `adapter_model.safetensors`.
+        save_directory: Made if it isn't there; gets `adapter_config.json` and `adapter_model.safetensors`, and
+            `provenance.json` for its card.
         adapters: Which adapters, summed; None takes the active ones.
 
     Raises:
@@ -94,6 +105,20 @@ def export_lora(model: PeftModel, save_directory: str | Path, *, adapters: Seque
         folder / "adapter_model.safetensors", lambda path: save_file(contiguous, path, metadata={"format": "pt"})
     )
     config.save_pretrained(folder)
+    write_json(folder / PROVENANCE_NAME, _record(tuner, names))
+
+
+@contextmanager
+def without_false_alarms() -> Iterator[None]:
+    """Without two warnings that don't apply here.
+
+    PEFT 0.21 takes a `lora_bias`, which has one axis, for the shard of a matrix; and FSDP warns of embeddings that are
+    a view, which only an operation in place would harm.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".* LoRA tensor\(s\) have invalid shape")
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+        yield
 
 
 def push_adapter(
@@ -115,10 +140,11 @@ def push_adapter(
     PEFT's own `model.push_to_hub` works too, and writes a card that says nothing of the edit.
 
     Args:
-        model: A PEFT model with `PLATONIC` adapters.
+        model: A PEFT model with `PLATONIC` adapters, or one that was trained by `transfer(method="lora")`.
         repo_id: Made if it isn't there.
         adapter_name: Which adapter.
-        form: "platonic", an operator head that knows its base; or "lora", which loads with PEFT alone.
+        form: "platonic", an operator head that knows its base; or "lora", which loads with PEFT alone, and is the one
+            form of a trained LoRA.
         private: Of a new repo; None takes the owner's default.
         revision: Branch, made if missing.
         commit_message: Of the commit.
@@ -131,23 +157,26 @@ def push_adapter(
         The commit: `repo`, `revision`, `url`.
 
     Raises:
-        EncoderError: If the model isn't a `PLATONIC` PEFT model.
+        EncoderError: If the adapter is of another PEFT method, or can't have that form.
         PlatonicError: If there is no such adapter.
         HubError: If the Hub refuses or can't be reached; `kind` says which.
     """
+    config = _adapter_config(model, adapter_name, form)
+    made = getattr(config, "provenance", None)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = _adapter_config(model, adapter_name)
-        if form == "lora":
+        if isinstance(config, PlatonicConfig) and form == "lora":
             export_lora(model, folder, adapters=[adapter_name])
+            made = json.loads((folder / PROVENANCE_NAME).read_text(encoding="utf-8"))
         else:
-            # No look at the base's config on the Hub, which PEFT would take for embeddings that this method hasn't.
-            model.save_pretrained(folder, selected_adapters=[adapter_name], save_embedding_layers=False)
+            # No look at the base's config on the Hub, which PEFT would take for embeddings that no adapter here has.
+            with without_false_alarms():
+                model.save_pretrained(folder, selected_adapters=[adapter_name], save_embedding_layers=False)
             folder = folder if adapter_name == "default" else folder / adapter_name
         return push_adapter_folder(
             folder,
             repo_id,
-            provenance=config.provenance,
+            provenance=made,
             private=private,
             revision=revision,
             commit_message=commit_message,
@@ -174,7 +203,8 @@ def push_adapter_folder(
     Args:
         folder: With `adapter_config.json` and `adapter_model.safetensors`.
         repo_id: Made if it isn't there.
-        provenance: How the edit came about, where the config doesn't say (a LoRA's can't).
+        provenance: How the edit came about, where the config doesn't say (a LoRA's can't); None: what `export_lora`
+            or a training wrote beside it.
         token: To write with.
         license: Licence id for the card; None takes the base model's.
         results: Accuracies for the card.
@@ -186,9 +216,14 @@ def push_adapter_folder(
     """
     source = fetch_folder(Path(folder), files=ADAPTER_FILES).folder
     config = json.loads((source / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
-    made = dict(config.get("provenance") or provenance or {})
-    target = made.get("target") if isinstance(made.get("target"), dict) else None
-    identity = None if target is None else EncoderIdentity.from_dict(target)
+    kind = config.get("peft_type")
+    if kind not in ("PLATONIC", "LORA"):
+        raise PlatonicError(f"Expected a PLATONIC adapter or a LoRA in {folder}, got {kind}. Push it by PEFT itself.")
+    made = dict(config.get("provenance") or provenance or _recorded(source))
+    if kind == "PLATONIC":
+        made = _as_it_is(made, source / ADAPTER_FILES[1])
+    targets = {json.dumps(part["target"]) for part, _ in made_of(made) if isinstance(part.get("target"), dict)}
+    identity = EncoderIdentity.from_dict(json.loads(targets.pop())) if len(targets) == 1 else None
     base = hub_repo(identity)
     # A base on this machine's disk has a path that means nothing elsewhere.
     config["base_model_name_or_path"] = base or Path(str(config.get("base_model_name_or_path") or "")).name or None
@@ -196,16 +231,23 @@ def push_adapter_folder(
     if license is None and base is not None:
         license = inherited_license([base], token=token)
     family = supported_families().get(identity.model_type) if identity is not None else None
+    modality = next((part["modality"] for part, _ in made_of(made) if "modality" in part), None)
+    names = config.get("target_modules") or []
+    names = [names] if isinstance(names, str) else sorted(names)
+    mapping = config.get("auto_mapping") or {}
+    shipped = str(mapping.get("parent_library", "")).startswith("transformers")
     card = adapter_card(
         repo_id=repo_id,
-        kind="lora" if config.get("peft_type") == "LORA" else "platonic",
-        modality="image" if family is None else family.modality,
-        layers=[f"{layer} ({config.get('site', 'weight')})" for layer in config.get("target_modules") or []],
+        kind="lora" if kind == "LORA" else "platonic",
+        modality=modality or ("image" if family is None else family.modality),
+        layers=[f"{n} ({config.get('site', 'weight')})" for n in names],
         rank=int(config["r"]),
         strength=config.get("strength"),
         provenance=made,
         base_repo=base,
         base_revision=config["revision"],
+        base_class=mapping.get("base_model_class") if shipped else None if mapping else "AutoModel",
+        open_clip=identity is not None and identity.model_type.startswith("open_clip"),
         license=license,
         results=results,
     )
@@ -214,19 +256,57 @@ def push_adapter_folder(
         write_json(goal / ADAPTER_FILES[0], config)
         shutil.copyfile(source / ADAPTER_FILES[1], goal / ADAPTER_FILES[1])
 
-    message = commit_message or f"Upload {'LoRA' if config.get('peft_type') == 'LORA' else 'operator head'}"
+    message = commit_message or f"Upload {'LoRA' if kind == 'LORA' else 'operator head'}"
     return push_saved(save, card, repo_id, token=token, commit_message=message, **options)
 
 
-def _adapter_config(model: PeftModel, adapter_name: str) -> PlatonicConfig:
-    tuner = model.base_model
-    if not isinstance(tuner, PlatonicModel):
+def _recorded(folder: Path) -> dict[str, Any]:
+    """What lies beside a LoRA, whose own config can't say how it came about; nothing where nobody wrote it down."""
+    for name in (PROVENANCE_NAME, "matching.json"):
+        if (folder / name).is_file():
+            found: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+            return found
+    return {}
+
+
+def _record(tuner: PlatonicModel, names: Sequence[str]) -> dict[str, Any]:
+    """How one adapter, or the sum of several, came about: for the latter as `add_weighted_adapter` records it."""
+    parts = []
+    for name in names:
+        config = tuner.peft_config[name]
+        made = dict(config.provenance or {})
+        if "factors" in made:
+            operator = tuner.get_operator(name)
+            if made["factors"] != factors_digest(operator.left, operator.right):
+                made["changed"] = True
+        parts.append({"adapter": name, "weight": 1.0, "strength": config.strength, "provenance": made})
+    return {"sum": parts} if len(parts) > 1 else {**parts[0]["provenance"], "strength": parts[0]["strength"]}
+
+
+def _as_it_is(made: Mapping[str, Any], tensors: Path) -> dict[str, Any]:
+    """The record, with `changed` where the factors aren't those that it was written with."""
+    from safetensors.torch import load_file
+
+    factors = {key.rpartition("_")[2]: tensor for key, tensor in load_file(tensors).items()}
+    same = "factors" not in made or made["factors"] == factors_digest(factors["left"], factors["right"])
+    return dict(made) if same else {**made, "changed": True}
+
+
+def _adapter_config(model: PeftModel, adapter_name: str, form: str) -> Any:
+    if adapter_name not in getattr(model, "peft_config", {}):
+        got = sorted(getattr(model, "peft_config", {}))
+        raise PlatonicError(f"Expected a PEFT model with an adapter {adapter_name!r}, got one with {got}.")
+    config = model.peft_config[adapter_name]
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if form not in ("platonic", "lora") or (kind, form) not in (
+        ("PLATONIC", "platonic"),
+        ("PLATONIC", "lora"),
+        ("LORA", "lora"),
+    ):
         raise EncoderError(
-            f"Expected a PEFT model of type PLATONIC, got {type(tuner).__name__}. Make one with `transfer`."
+            f'Expected a PLATONIC adapter in form "platonic" or "lora", or a LoRA in form "lora", got {kind} in form '
+            f"{form!r}. Make one with `transfer`, or pass the form that it has."
         )
-    if adapter_name not in tuner.peft_config:
-        raise PlatonicError(f"Expected an adapter among {sorted(tuner.peft_config)}, got {adapter_name!r}.")
-    config: PlatonicConfig = tuner.peft_config[adapter_name]
     return config
 
 

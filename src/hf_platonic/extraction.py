@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._checks import instance
 from ._processes import gather_objects, gather_rows, own_slice
 from .affinities import affinity, row_centred
 from .descriptor import TaskDescriptor
@@ -67,11 +68,16 @@ def extract(
             and the base can't be had from `tuned` (no PEFT model, or one that trained biases too).
         ProbeError: If a probe can't be read or embedded; names its index.
         PromptError: If two prompts are the same to a model.
-        PlatonicError: If `checkpoint` holds an extraction with other models, probes, prompts or batches.
+        PlatonicError: If something is of another class, or `checkpoint` holds an extraction with other models, probes,
+            prompts or batches.
 
     Reference:
         Park and Cho 2026, arXiv 2610.00929.
     """
+    for which, encoder in (("base", base), ("tuned", tuned)):
+        if which == "tuned" or encoder is not None:
+            instance(encoder, which, DualEncoder, "Load one with `DualEncoder.from_pretrained`.")
+    instance(probes, "probes", ProbeSet, "Make one with `ProbeSet(inputs, class_names=...)`.")
     if base is None:
         base = tuned.without_adapters()
     elif base.model is tuned.model:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ._checks import finite, matrix, positive
+from ._checks import finite, instance, matrix, positive
 from ._pooling import features_of
 from .affinities import spread
 from .encoders.encoder import DualEncoder
@@ -19,7 +19,7 @@ from .evaluation import EvaluationSet
 from .operator import Operator
 from .readings import unedited
 from .scaling import scaled
-from .tuner import PlatonicModel
+from .tuner import PlatonicModel, factors_digest
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -120,6 +120,8 @@ def finish_transfer(
 ) -> None:
     """Trains a transferred adapter further on a few labelled examples; its strength stays.
 
+    The adapter's `provenance` says so under `finished`, and no longer what was verified and forecast before.
+
     Args:
         model: From `transfer`, edited in the probe tower.
         target: The encoder that was edited.
@@ -133,7 +135,9 @@ def finish_transfer(
         EncoderError: If the model isn't a `PLATONIC` PEFT model.
         PlatonicError: If there is no such adapter, it edits another layer, or as `finish`.
     """
-    tuner = model.base_model
+    instance(target, "target", DualEncoder, "Pass the encoder that was edited.")
+    instance(examples, "examples", EvaluationSet, "Make one with `EvaluationSet(probes, labels)`.")
+    tuner = getattr(model, "base_model", model)
     if not isinstance(tuner, PlatonicModel):
         raise EncoderError(
             f"Expected a PEFT model of type PLATONIC, got {type(tuner).__name__}. Make one with `transfer`."
@@ -147,11 +151,11 @@ def finish_transfer(
             f"Expected an adapter on {view.site.module}, which writes the probes' embedding, got one on "
             f"{sorted(config.target_modules)}. Transfer to the probe tower."
         )
+    columns = encode_columns(target, examples.probes.columns)
     options: dict[str, Any] = {"batch_size": batch_size, "progress": False}
     with unedited(DualEncoder(model, target.processor)):
         seen = encode_probes(view, examples.probes, **options)
         others = None if unlabelled is None else encode_probes(view, unlabelled, **options).design
-    columns = encode_columns(target, examples.probes.columns)
     found = finish(
         start,
         seen.unit,
@@ -163,3 +167,16 @@ def finish_transfer(
         penalty=penalty,
     ).compressed()
     tuner.load_factors(adapter_name, found.left, found.right)
+    # What was verified and forecast was the edit as it was transferred.
+    made = {k: v for k, v in (config.provenance or {}).items() if k not in ("verified", "forecast")}
+    step = {
+        "examples": len(examples.labels),
+        "classes": len(set(examples.labels)),
+        "penalty": penalty,
+        "unlabelled": None if unlabelled is None else unlabelled.grid.fingerprint,
+    }
+    config.provenance = {
+        **made,
+        "finished": [*made.get("finished", []), step],
+        "factors": factors_digest(found.left, found.right),
+    }

@@ -18,6 +18,7 @@ from .errors import DescriptorFormatError, HubError
 from .export import ADAPTER_FILES, push_adapter_folder
 from .grid import Grid
 from .probes import ProbeSet
+from .sources import Source
 
 __all__ = ["Found", "describe", "find", "pull", "push"]
 
@@ -196,7 +197,7 @@ def _of_descriptor(descriptor: TaskDescriptor, name: str | Path) -> dict[str, An
         "name": descriptor.name or "unnamed",
         **_of_grid(descriptor.grid),
         "sources": [
-            f"{source.coefficient:+g} x {_who(source.tuned.to_dict())} over {_who(source.base.to_dict())}"
+            "; ".join([f"{source.coefficient:+g} x {_origin(source)}", *source.changes])
             for source in descriptor.sources
         ],
         "norm": f"{descriptor.norm():.6g}",
@@ -252,6 +253,12 @@ def _spectrum(values: torch.Tensor) -> str:
     effective = float(torch.exp(-(shares * shares.clamp_min(1e-300).log()).sum()))
     shown = ", ".join(f"{value:.4g}" for value in values[:_SPECTRUM].tolist())
     return f"{shown}{', …' if len(values) > _SPECTRUM else ''}; effective rank {effective:.1f} of {len(values)}"
+
+
+def _origin(source: Source) -> str:
+    if source.base is None or source.tuned is None:
+        return f"scores of teacher {source.teacher}"
+    return f"{_who(source.tuned.to_dict())} over {_who(source.base.to_dict())}"
 
 
 def _who(identity: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ embeddings: the target answers as the fine-tune would, not as itself plus a chan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -34,7 +35,8 @@ Calibration = Literal["none", "spread"]
 def calibrated(descriptor: TaskDescriptor, to: float) -> TaskDescriptor:
     """The descriptor in the scale of a family that holds its cosines as far apart as `to`.
 
-    Multiplies delta and base affinity by `to / descriptor.spread`; coefficients of the sources stay.
+    Multiplies delta and base affinity by `to / descriptor.spread`; coefficients of the sources stay, and their
+    `changes` say so.
 
     Args:
         descriptor: With the spread of its base affinity.
@@ -53,7 +55,13 @@ def calibrated(descriptor: TaskDescriptor, to: float) -> TaskDescriptor:
         )
     ratio = to / descriptor.spread
     base = None if descriptor.base_affinity is None else descriptor.base_affinity * ratio
-    return replace(descriptor, delta=descriptor.delta * ratio, base_affinity=base, spread=to)
+    sources = descriptor.sources
+    if not math.isclose(ratio, 1.0, rel_tol=1e-9):
+        how = f"brought from spread {descriptor.spread:.6g} to {to:.6g}"
+        sources = tuple(source.changed(how) for source in sources)
+    return replace(
+        descriptor, delta=descriptor.delta * ratio, sources=sources, base_affinity=base, spread=to, origin=None
+    )
 
 
 def wanted_change(

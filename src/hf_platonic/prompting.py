@@ -57,19 +57,20 @@ def with_prompts(
         least_share: Below it the change is refused; in [0, 1].
 
     Returns:
-        The descriptor on the new grid, and the share in [0, 1] of `combinations`. The base affinity is mapped likewise
+        The descriptor on the new grid, whose sources say that columns were combined, and the share in [0, 1] of
+        `combinations`. The base affinity is mapped likewise
         where it was kept, and gives the spread and, of a single fine-tune, its predictions; else the spread stays that
         of the old prompts and there are no predictions.
 
     Raises:
         PromptError: If the prompts can't form a grid, or the share is below `least_share`.
-        PlatonicError: If the descriptor has no fine-tune as its source: a teacher's scores are in no text space. If
+        PlatonicError: If the descriptor isn't of fine-tunes alone: a teacher's scores are in no text space. If
             `least_share` or the ridge isn't usable.
     """
-    if not descriptor.sources:
+    if not descriptor.sources or any(source.teacher is not None for source in descriptor.sources):
         raise PlatonicError(
-            "Expected a descriptor of a fine-tune, got one without sources: a teacher's scores have no text space in "
-            "which to find other prompts. Take its scores for the new classes."
+            "Expected a descriptor of fine-tunes alone, got a teacher's scores or no record of sources: a teacher's "
+            "scores have no text space in which to find other prompts. Take its scores for the new classes."
         )
     if not 0 <= least_share <= 1:
         raise PlatonicError(f"Expected `least_share` in [0, 1], got {least_share}. It's a share of squared norm.")
@@ -101,10 +102,14 @@ def with_prompts(
     predictions = None
     if mapped is not None and len(coefficients) == 1 and coefficients[0] != 0:
         predictions = (mapped + delta / coefficients[0]).argmax(dim=1).int()
+    sources = descriptor.sources
+    if any(column not in position for column in grid.columns):
+        how = f"its {grid.m} columns combined out of {len(before)} other prompts', which cover {share:.2f} of them"
+        sources = tuple(source.changed(how) for source in sources)
     changed = TaskDescriptor(
         delta,
         grid,
-        sources=descriptor.sources,
+        sources=sources,
         spread=descriptor.spread if mapped is None else spread(mapped),
         base_affinity=mapped,
         name=descriptor.name,

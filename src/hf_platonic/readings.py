@@ -72,8 +72,8 @@ class Reading:
         cls, target: DualEncoder, probes: ProbeSet, texts: tuple[tuple[str, ...], ...], options: dict[str, Any]
     ) -> Reading:
         with unedited(target):
-            features = encode_probes(target, probes, description="solve", **options)
-            return cls(features, encode_columns(target, texts), texts)
+            columns = encode_columns(target, texts)  # first, as prompts that don't do are seen at once
+            return cls(encode_probes(target, probes, description="solve", **options), columns, texts)
 
     @cached_property
     def equation(self) -> Equation:

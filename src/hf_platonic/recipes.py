@@ -105,8 +105,9 @@ def choices_of(
     for name, (value, known) in options.items():
         if value is not None and value not in get_args(known):
             raise PlatonicError(f"Expected `{name}` out of {get_args(known)}, got {value!r}.")
-    choices = Choices() if recipe == "paper" else automatic(descriptors)
-    kept = _preserved(preserve) or (choices.preserve if combine != "sum" else ())
+    asked = _preserved(preserve)
+    choices = Choices() if recipe == "paper" else automatic(descriptors, preserving=bool(asked))
+    kept = asked or (choices.preserve if combine != "sum" else ())
     if preserve is not None and combine == "sum":
         raise PlatonicError(
             'Expected combine="joint" with `preserve`, got combine="sum": separate solves don\'t see what is to be '
@@ -124,29 +125,35 @@ def choices_of(
     )
 
 
-def automatic(descriptors: Sequence[TaskDescriptor]) -> Choices:
+def automatic(descriptors: Sequence[TaskDescriptor], *, preserving: bool = False) -> Choices:
     """The best way known that needs no labels, by what the descriptors carry.
 
-    Additions edit inner features where the family can, with the ridge by generalised cross-validation for each grid;
-    single ones that keep their base affinity are matched at their endpoints. Where anything is taken away, the change
-    is what is known, and it's taken at the family's own site with the paper's ridge, which forgets more. All in the
-    target's own spread where spreads are known. Terms on several grids are solved jointly, each grid's probes kept
-    where they are with respect to the other grids' prompts.
+    Edits read inner features where the family has them, with the ridge by generalised cross-validation for each grid,
+    and descriptors that are alone on their grid and keep their base affinity are matched at their endpoints. Where
+    something is taken away and nobody says what to preserve, that would take much else away with it: then it's the
+    change, at the family's own site, with the paper's ridge. All in the target's own spread where spreads are known.
+    Terms on several grids are solved jointly, each grid's probes kept where they are with respect to the other grids'
+    prompts.
+
+    Args:
+        descriptors: What is to be written.
+        preserving: Whether the caller says what is to be left alone.
     """
     grids = {descriptor.grid.fingerprint: descriptor.grid for descriptor in descriptors}
     single = len(grids) == len(descriptors)
     added = all(source.coefficient > 0 for descriptor in descriptors for source in descriptor.sources)
+    strong = added or preserving
     whole = all(descriptor.base_affinity is not None for descriptor in descriptors)
     measured = all(descriptor.spread > 0 for descriptor in descriptors)
     columns = [set(grid.columns) for grid in grids.values()]
     differ = any(other - own for own in columns for other in columns)
     return Choices(
-        objective="endpoint" if single and added and whole and measured else "change",
+        objective="endpoint" if strong and single and whole and measured else "change",
         calibration="spread" if measured else "none",
         combine="joint" if len(grids) > 1 else "sum",
         preserve="default" if differ else (),
-        probe_ridge="gcv" if added else PROBE_RIDGE,
-        site="features" if added else None,
+        probe_ridge="gcv" if strong else PROBE_RIDGE,
+        site="features" if strong else None,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ._checks import finite, positive
+from ._checks import finite, instance, positive
 from ._processes import process_state, sum_over_processes
 from .descriptor import DescriptorSum, TaskDescriptor
 from .encoders.encoder import DualEncoder
@@ -113,6 +113,7 @@ def solve_transfer(
         Park and Cho 2026, arXiv 2610.00929.
     """
     descriptors = term_list(terms)
+    instance(target, "target", DualEncoder, "Load one with `DualEncoder.from_pretrained`.")
     for name, value in (("probe_ridge", probe_ridge), ("prompt_ridge", prompt_ridge)):
         if value is not None and not isinstance(value, str):
             positive(value, name)
@@ -321,6 +322,8 @@ def solve_operators(
     """
     if not descriptors:
         raise PlatonicError("Expected at least one descriptor, got none.")
+    term_list(descriptors)
+    instance(target, "target", DualEncoder, "Load one with `DualEncoder.from_pretrained`.")
     positive(probe_ridge, "probe_ridge")
     positive(prompt_ridge, "prompt_ridge")
     at_hand = probe_sets_of(descriptors, probes)

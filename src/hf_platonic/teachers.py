@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ._checks import instance
 from .affinities import row_centred, spread
 from .descriptor import TaskDescriptor
 from .errors import PlatonicError, PromptError
 from .probes import ProbeSet
+from .sources import Source
 
 __all__ = ["from_scores"]
 
@@ -34,7 +37,7 @@ def from_scores(
         name: The task's name, for messages and tables.
 
     Returns:
-        A descriptor with `delta (n, m)`, float32, a base affinity, spread 1 and no sources.
+        A descriptor with `delta (n, m)`, float32, a base affinity of zero, spread 1 and the teacher as its source.
 
     Raises:
         PromptError: If a class of the probes isn't among `class_names`, or one is repeated there.
@@ -46,7 +49,13 @@ def from_scores(
         >>> from_scores([[9.0, 1.0, 3.0]], probes, class_names=["a dog", "a car", "a cat"]).delta
         tensor([[-1.,  1.]])
     """
-    matrix = torch.as_tensor(scores).detach().to("cpu", torch.float64)
+    instance(probes, "probes", ProbeSet, "Make one with `ProbeSet(inputs, class_names=...)`.")
+    try:
+        matrix = torch.as_tensor(scores).detach().to("cpu", torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PlatonicError(
+            f"Expected scores as a tensor, an array or even nested lists, got {type(scores).__name__}: {error}."
+        ) from None
     names = list(probes.class_names if class_names is None else class_names)
     missing = [wanted for wanted in probes.class_names if wanted not in names]
     if missing or len(set(names)) != len(names):
@@ -72,6 +81,7 @@ def from_scores(
     return TaskDescriptor(
         delta,
         probes.grid,
+        sources=(Source(None, None, teacher=hashlib.sha256(delta.numpy().tobytes()).hexdigest()[:12]),),
         spread=1.0,
         base_affinity=torch.zeros_like(delta),
         name=name,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ._checks import instance
 from .descriptor import DescriptorSum, TaskDescriptor
 from .encoders.encoder import DualEncoder
 from .errors import GridMismatchError, PlatonicError
@@ -24,6 +25,10 @@ def term_list(terms: Terms) -> list[TaskDescriptor]:
     Raises:
         PlatonicError: If there are none, or one isn't a descriptor.
     """
+    if not isinstance(terms, TaskDescriptor | Iterable):
+        raise PlatonicError(
+            f"Expected TaskDescriptor terms, got {type(terms).__name__}. Pass the descriptors first, then the target."
+        )
     found = [terms] if isinstance(terms, TaskDescriptor) else list(terms)
     for term in found:
         if not isinstance(term, TaskDescriptor):
@@ -62,6 +67,8 @@ def probe_sets_of(
         GridMismatchError: If a grid's probe set isn't among them.
     """
     given = [] if probes is None else [probes] if isinstance(probes, ProbeSet) else list(probes)
+    for probe_set in given:
+        instance(probe_set, "probes", ProbeSet, "Make one with `ProbeSet(inputs, class_names=...)`.")
     by_grid = {probe_set.grid.fingerprint: probe_set for probe_set in given}
     found: dict[str, ProbeSet] = {}
     for descriptor in descriptors:
@@ -97,6 +104,7 @@ def provenance_of(
         "probe_ridge": probe_ridge,
         "prompt_ridge": prompt_ridge,
         "target": target.identity.to_dict(),
+        "modality": target.modality,
         **_read(target),
         "terms": [
             {

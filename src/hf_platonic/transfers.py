@@ -20,7 +20,7 @@ from .selection import Ridge, Strength
 from .solutions import Solution, solve_transfer
 from .solve import PROMPT_RIDGE
 from .terms import Terms, probe_sets_of, term_list
-from .tuner import PlatonicConfig, PlatonicLayer, PlatonicModel
+from .tuner import PlatonicConfig, PlatonicLayer, PlatonicModel, factors_digest
 from .wording import Wording
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def transfer(
         model = target.model
         tuner = _tuner(model)
         earlier = tuner.peft_config.get(adapter_name)
-        if earlier is not None and set(earlier.target_modules) != {edited.site.module}:
+        if earlier is not None:
             raise PlatonicError(
                 f"Expected a new adapter name, got {adapter_name!r}, which edits {sorted(earlier.target_modules)}. "
                 "Delete that adapter first, or pass another `adapter_name`."
@@ -210,7 +210,7 @@ def transfer(
         else:
             target.model = model.unload()
         raise
-    _tuner(model).peft_config[adapter_name].provenance = {**solution.provenance, "verified": verified}
+    _tuner(model).peft_config[adapter_name].provenance["verified"] = verified
     return model
 
 
@@ -221,6 +221,7 @@ def initialize_platonic_weights(
     *,
     probes: ProbeSet | Sequence[ProbeSet] | None = None,
     adapter_name: str = "default",
+    strength: Strength | None = None,
     probe_ridge: Ridge | None = None,
     prompt_ridge: float = PROMPT_RIDGE,
     batch_size: int = 32,
@@ -230,7 +231,7 @@ def initialize_platonic_weights(
 ) -> None:
     """Writes the closed-form operator of the terms into a `PLATONIC` adapter that `get_peft_model` made.
 
-    The adapter keeps the strength of its config; its rank becomes the operator's.
+    Its rank becomes the operator's.
 
     Args:
         model: From `get_peft_model(base, PlatonicConfig(...))`, on the model's own edit site.
@@ -238,6 +239,8 @@ def initialize_platonic_weights(
         processor: The model's processor.
         probes: As in `transfer`.
         adapter_name: The adapter to fill.
+        strength: `s`, or "agreement" as in `transfer`: the adapter's from then on. None keeps that of its config, at
+            which ridges are then chosen and gains forecast.
         probe_ridge: As in `transfer`.
         prompt_ridge: Relative ridge on the prompt side, above 0.
         batch_size: Probes a forward pass.
@@ -246,7 +249,8 @@ def initialize_platonic_weights(
         **choices: Further options of `solve_transfer`: `prompts`, `recipe` and what may take the place of its parts.
 
     Raises:
-        PlatonicError: If the model has no such adapter, or it edits another place than the model's edit site.
+        PlatonicError: If the model has no such adapter, it edits another place than the model's edit site, or a place
+            is asked for here.
         GridMismatchError: If no probe set at hand has a term's grid.
     """
     tuner = _tuner(model)
@@ -256,6 +260,11 @@ def initialize_platonic_weights(
             f"Expected a PLATONIC adapter named {adapter_name!r}, got adapters {sorted(tuner.peft_config)}. "
             "Make one with get_peft_model(model, PlatonicConfig())."
         )
+    if placed := sorted({"site", "tower"} & choices.keys()):
+        raise PlatonicError(
+            f"Expected the place of the edit in the PlatonicConfig, got {placed} here. Make the adapter with "
+            "`PlatonicConfig(site=..., target_modules=[...])`, or use `transfer`."
+        )
     target = DualEncoder(model, processor)
     read = features_of(config.features or ())
     target = target.at(site=config.site, features=read) if read else target.at(site=config.site)
@@ -263,6 +272,7 @@ def initialize_platonic_weights(
         terms,
         target,
         probes=probes,
+        strength=config.strength if strength is None else strength,
         probe_ridge=probe_ridge,
         prompt_ridge=prompt_ridge,
         site=None if read else config.site,
@@ -279,6 +289,7 @@ def initialize_platonic_weights(
             "the PlatonicConfig to get the model's own edit site."
         )
     _write(model, solution, adapter_name)
+    tuner.set_strength(adapter_name, solution.strength)
 
 
 def _refuse(given: dict[str, bool], method: str, hint: str = "") -> None:
@@ -303,7 +314,8 @@ def _tuner(model: PeftModel) -> PlatonicModel:
 def _write(model: PeftModel, solution: Solution, adapter_name: str) -> None:
     tuner = _tuner(model)
     tuner.load_factors(adapter_name, solution.operator.left, solution.operator.right)
-    tuner.peft_config[adapter_name].provenance = solution.provenance
+    made = {**solution.provenance, "factors": factors_digest(solution.operator.left, solution.operator.right)}
+    tuner.peft_config[adapter_name].provenance = made
 
 
 def _verify(

@@ -188,10 +188,11 @@ class View:
         progress: bool | None = False,
     ) -> View:
         """The encoder's view of the set, from one pass; the last three as in `encode_probes`."""
+        columns = encode_columns(encoder, data.probes.columns)
         features = encode_probes(
             encoder, data.probes, batch_size=batch_size, num_workers=num_workers, progress=progress
         )
-        return cls(features, encode_columns(encoder, data.probes.columns), data.labels, tower)
+        return cls(features, columns, data.labels, tower)
 
     def affinities(self, operator: Operator | None = None, *, strength: float = 1.0) -> Tensor:
         """Cosines of inputs and prompts, shape (n, m), unedited or under an operator at a strength."""

@@ -168,7 +168,7 @@ def _temperature(encoder: DualEncoder) -> float:
 
 def _save(adapted: Any, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
         # No look-up of the base by its name, which PEFT would make to compare vocabularies.
         adapted.save_pretrained(temporary, save_embedding_layers=False)

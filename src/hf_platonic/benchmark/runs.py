@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +17,7 @@ import torch
 from tqdm.auto import tqdm
 
 from .._files import write_json
+from .._processes import worker_processes
 from ..errors import PlatonicError
 from .analysis import measure_likeness
 from .results import collect
@@ -113,20 +110,27 @@ def run_benchmark(
         num_workers=min(8, os.cpu_count() or 1) if accelerated else 0,
     )
     setting.store.open(setting.identity)
+    setting.store.sweep()
     modalities = list(dict.fromkeys(spec.modality for spec in suite.tasks))
     chosen = [name for modality in modalities for name in setting.models_of(modality)]
     if processes is None:
         processes = 1 if accelerated else min(2, os.cpu_count() or 1)
+    if processes < 1:
+        raise PlatonicError(f"Expected at least one process, got {processes}.")
     start = time.perf_counter()
     sources: list[_Job] = [(measure_sources, name) for name in chosen]
     edits: list[_Job] = [(measure, name) for name in chosen for measure in (measure_target, measure_sweeps)]
     edits += [(measure_likeness, modality) for modality in modalities]
     edits += [(measure_costly, name) for name in chosen]
     bar = tqdm(total=len(sources) + len(edits), desc=suite.name, unit="job", disable=_hidden(progress))
-    with bar, _workers(setting, processes) as run:
-        for jobs in (sources, edits):  # every target needs every source
-            for _ in run(jobs):
-                bar.update()
+    try:
+        with bar, _workers(setting, processes) as run:
+            for jobs in (sources, edits):  # every target needs every source
+                for _ in run(jobs):
+                    bar.update()
+    except BaseException:
+        setting.store.sweep()  # after the workers' end
+        raise
     results = collect(setting)
     write_json(setting.out / RESULTS_NAME, results)
     write_json(setting.out / "timings.json", _timings(setting, time.perf_counter() - start))
@@ -147,22 +151,14 @@ def _workers(setting: Setting, processes: int) -> Iterator[Callable[[Sequence[_J
 
             yield here
         return
-    context = get_context("spawn")
-    # Its sending end is here alone: the workers see it closed when this process lets go of it, or is no more.
-    receiver, sender = context.Pipe(duplex=False)
-    with ProcessPoolExecutor(processes, context, initializer=_start, initargs=(setting, receiver)) as pool:
+    with worker_processes(processes, _start, setting) as submit:
 
         def there(jobs: Sequence[_Job]) -> Iterator[None]:
-            for future in as_completed([pool.submit(_do, job) for job in jobs]):
+            for future in as_completed([submit(_do, job) for job in jobs]):
                 future.result()
                 yield
 
-        try:
-            yield there
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            sender.close()
-            raise
+        yield there
 
 
 _own: list[Setting] = []
@@ -174,19 +170,11 @@ def _do(job: _Job) -> None:
     function(_own[0], name)
 
 
-def _start(setting: Setting, receiver: Connection) -> None:
+def _start(setting: Setting) -> None:
     """What a new process does first."""
     _own.append(setting)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process sees Ctrl-C, and ends this one
-    threading.Thread(target=_follow, args=(receiver,), daemon=True).start()
     torch.set_num_threads(1)
     _settle(setting)
-
-
-def _follow(receiver: Connection) -> None:
-    """Ends this process when the one that started it lets go or has ended, however that came about."""
-    wait([receiver])
-    os._exit(1)
 
 
 def _settle(setting: Setting) -> None:

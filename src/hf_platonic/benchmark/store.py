@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,14 @@ class Store:
                 f"Expected a run with the same {', '.join(differing)} in {self.folder}, got another. "
                 "Pass another --out, or remove the folder."
             )
+
+    def sweep(self) -> None:
+        """Removes what processes had begun to write when they were ended; none may be at work in the folder."""
+        for path in list(self.folder.rglob(".*.tmp")):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     @property
     def work(self) -> Path:

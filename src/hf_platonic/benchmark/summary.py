@@ -70,6 +70,8 @@ class Summary:
         """All of the modality's summary."""
         methods = self.suite.methods
         costly = [m for m in methods if m.cases == "cycle" or m.tasks or m.seeds is not None]
+        if len({(m.cases, m.tasks, m.seeds) for m in methods}) == 1:
+            costly = []  # all are on the same few cases
         return {
             "levels": self._levels(),
             "methods": [row for m in methods if (row := self._method(m, self._any, self.tasks)) is not None],

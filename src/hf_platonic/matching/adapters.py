@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from .._checks import instance
 from ..encoders.encoder import DualEncoder
 from ..encoders.families import bare_model, edited_linear
 from ..errors import EncoderError, PlatonicError
 from ..operator import Operator
 from .objective import ProbeTower
+from .sharded import name_plain_class, require_fitting_config, require_whole, reshard, whole
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -23,6 +26,7 @@ __all__ = [
     "add_adapter",
     "default_lora_config",
     "require_gradients",
+    "taken_back_on_errors",
     "with_closed_form",
     "write_closed_form",
 ]
@@ -84,11 +88,12 @@ def add_adapter(target: DualEncoder, config: PeftConfig, adapter_name: str, seed
     """The target's model, put inside a `PeftModel` with a new adapter whose initial values the seed alone decides.
 
     Raises:
-        PlatonicError: If the config is of a kind that this loop can't train as its authors meant it.
+        PlatonicError: If the config is of a kind that this loop can't train as its authors meant it, or not on shards.
         EncoderError: If the target already is a PEFT model.
     """
-    from peft import PeftType, get_peft_model
+    from peft import PeftConfig, PeftType, get_peft_model
 
+    instance(config, "lora_config", PeftConfig, "Make one with `peft.LoraConfig(...)`, or leave it out.")
     if hasattr(target.model, "peft_config"):
         raise EncoderError(
             'Expected a target without adapters for method="lora", got a PeftModel. Merge what it has with '
@@ -104,11 +109,38 @@ def add_adapter(target: DualEncoder, config: PeftConfig, adapter_name: str, seed
             f"Expected an adapter that lives in the probe tower's layers and trains without a schedule of its own, "
             f"got {config.peft_type.value}. Use LoRA, DoRA, LoHa, IA3 or another such method."
         )
+    require_fitting_config(config, target.model)
+    reshard(target.model)  # or PEFT would freeze gathered weights, which don't last
     with torch.random.fork_rng(_devices(target)):
         torch.manual_seed(seed)
         model = get_peft_model(target.model, config, adapter_name=adapter_name)
+    name_plain_class(model)
     target.model = model
+    require_whole(model)
     return model
+
+
+@contextmanager
+def taken_back_on_errors(target: DualEncoder) -> Iterator[None]:
+    """The target's model gets its own layers back, trainable as they were, where an error ends what's inside."""
+    model, bare = target.model, bare_model(target.model)
+    reshard(bare)
+    layers = [(module, dict(module.named_children())) for module in bare.modules()]
+    required = {parameter: parameter.requires_grad for parameter in bare.parameters()}
+    try:
+        yield
+    except BaseException:  # Ctrl-C, too
+        if target.model is not model:
+            cast("PeftModel", target.model).unload()
+            target.model = model
+        for module, children in layers:  # unloading leaves copies that were trained, and layers of half an adapter
+            for name, child in children.items():
+                setattr(module, name, child)
+        for parameter, was in required.items():
+            parameter.requires_grad_(was)
+        raise
+    finally:
+        reshard(bare)
 
 
 def require_gradients(tower: ProbeTower, batch: Mapping[str, Tensor]) -> None:
@@ -200,7 +232,7 @@ def write_closed_form(model: PeftModel, target: DualEncoder, operator: Operator,
     layer: Any = bare_model(model).get_submodule(target.site.module)
     base = edited_linear(model, target.site)
     down, up, offset = operator.update(
-        base.weight.detach().cpu(), None if base.bias is None else base.bias.detach().cpu()
+        whole(base.weight.detach()).cpu(), None if base.bias is None else whole(base.bias.detach()).cpu()
     )
     parts = layer.lora_A[adapter_name], layer.lora_B[adapter_name]
     with torch.no_grad():

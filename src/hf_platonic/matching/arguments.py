@@ -33,7 +33,9 @@ class MatchingArguments:
         mixed_precision: "no", "bf16" or "fp16"; None takes the launcher's. The base affinities are read in the same.
             Accelerate knows one precision a process: the first.
         warm_start: "closed_form" writes the closed-form operator of the same terms, at s = 1 and the paper's ridges,
-            into the last layer as a frozen part of the same LoRA, which then learns only the rest.
+            into the last layer as a frozen part of the same LoRA, which then learns only the rest. Where that layer
+            has a bias, PEFT 0.21 warns of an "invalid shape" if the model is saved by its own `save_pretrained`: a
+            false alarm, the files are whole. `output_dir` and `push_adapter` save without it.
         held_out: Share of each grid's probes that isn't trained on, in [0, 1); their loss is taken once an epoch.
         patience: Epochs without a smaller held-out loss until training stops; the best epoch's adapter is kept,
             or the initial one. None trains to the end. Needs `held_out`.

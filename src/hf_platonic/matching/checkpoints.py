@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,23 +14,16 @@ from torch import Tensor
 
 from ..encoders.identity import digest_of
 from ..errors import PlatonicError
+from ..export import without_false_alarms
 from .arguments import MatchingArguments
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from peft import PeftModel
 
-__all__ = ["Checkpoints", "Progress", "without_false_alarm"]
+__all__ = ["Checkpoints", "Progress"]
 
 _WEIGHTS = "adapter_model.safetensors"
-
-
-@contextmanager
-def without_false_alarm() -> Iterator[None]:
-    """PEFT 0.21 takes a `lora_bias`, which has one axis, for the shard of a matrix."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r".* LoRA tensor\(s\) have invalid shape")
-        yield
 
 
 class Progress:
@@ -106,7 +97,7 @@ class Checkpoints:
         """A copy of the adapter's tensors, on the CPU, named as PEFT saves them."""
         from peft import get_peft_model_state_dict
 
-        with without_false_alarm():
+        with without_false_alarms():
             found = get_peft_model_state_dict(self.model, adapter_name=self.adapter_name, save_embedding_layers=False)
         return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in found.items()}
 
@@ -126,16 +117,20 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(str(unfinished))
-        self.accelerator.wait_for_everyone()
-        if main:
-            (unfinished / "training.json").write_text(json.dumps({"fingerprint": self.fingerprint}))
-            earlier = self._found()
-            shutil.rmtree(goal, ignore_errors=True)
-            unfinished.rename(goal)
-            for _, path in earlier:
-                if path != goal:
-                    shutil.rmtree(path)
+        try:
+            self.accelerator.save_state(str(unfinished))
+            self.accelerator.wait_for_everyone()
+            if main:
+                (unfinished / "training.json").write_text(json.dumps({"fingerprint": self.fingerprint}))
+                earlier = self._found()
+                shutil.rmtree(goal, ignore_errors=True)
+                unfinished.rename(goal)
+                for _, path in earlier:
+                    if path != goal:
+                        shutil.rmtree(path)
+        finally:
+            if main:
+                shutil.rmtree(unfinished, ignore_errors=True)
         self.accelerator.wait_for_everyone()
 
     def resume(self) -> None:

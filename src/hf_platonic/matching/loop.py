@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,20 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .._checks import finite_rows
-from .._processes import gather_objects, gather_rows, own_slice, process_state
+from .._processes import (
+    gather_objects,
+    gather_rows,
+    own_slice,
+    passes_to_keep_step,
+    process_state,
+    sharded_modules,
+)
 from ..errors import PlatonicError
 from .arguments import MatchingArguments
 from .checkpoints import Checkpoints, Progress
 from .objective import ProbeTower, matching_losses
 from .rows import Rows, Steps, held_out_rows, loader
+from .sharded import average_gradients
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -83,9 +91,9 @@ def start_accelerator(arguments: MatchingArguments) -> Accelerator:
     )
     if str(accelerator.distributed_type.value) in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         raise PlatonicError(
-            f"Expected processes that each hold the whole model, got {accelerator.distributed_type.value}, whose "
-            "shards PEFT can't save as an adapter. Launch with `--multi_gpu` or torchrun; mixed_precision and "
-            "gradient_checkpointing save memory, and an adapter's optimizer takes hardly any."
+            f"Expected a launch with `--multi_gpu` or torchrun, got {accelerator.distributed_type.value}, which would "
+            "shard the adapter, too. Shard the frozen target alone, with `fully_shard` before this call, as "
+            "docs/cluster.md shows."
         )
     if arguments.report_to:
         plain = {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in arguments.recipe().items()}
@@ -104,13 +112,10 @@ def base_affinities(
     bars: Bars,
 ) -> list[Tensor]:
     """`A_base` of each grid, shape (n_l, m_l), from the mode and precision in which the adapter will be trained."""
-    own = own_slice(len(rows))
-    batches = [list(own[i : i + batch_size]) for i in range(0, len(own), batch_size)]
+    batches = _own_batches(range(len(rows)), batch_size)
     found: list[list[Tensor]] = [[] for _ in columns]
     with bars.bar(len(batches), "base affinities") as bar:
-        for chosen, inputs in loader(rows, batches, num_workers=num_workers):
-            with accelerator.autocast():
-                unit = tower(inputs)
+        for chosen, unit in _embedded(tower, rows, batches, accelerator, num_workers):
             finite_rows(unit, "embedding", offset=chosen[0])
             grids = torch.tensor([rows.places[row][0] for row in chosen])
             for grid in sorted(set(grids.tolist())):
@@ -157,7 +162,12 @@ def train(
     total = min(math.ceil(arguments.num_train_epochs * len(trained) / size), arguments.max_steps)
     optimizer, scheduler = _optimizer(task.tower, arguments, total)
     task.tower.train()
-    tower, optimizer = accelerator.prepare(task.tower, optimizer)
+    sharded = bool(sharded_modules(task.tower.model))
+    if sharded:  # DDP takes no shards; what it would do for the adapter is done in the loop
+        tower, optimizer = accelerator.prepare_model(task.tower, evaluation_mode=True), accelerator.prepare(optimizer)
+    else:
+        tower, optimizer = accelerator.prepare(task.tower, optimizer)
+    trainable = [parameter for parameter in task.tower.parameters() if parameter.requires_grad]
     # The scheduler isn't prepared: accelerate would step it once per process.
     state = Progress()
     accelerator.register_for_checkpointing(scheduler, state)
@@ -184,10 +194,12 @@ def train(
                     rows, inputs = next(batches)
                     with accelerator.accumulate(tower):
                         losses = task.losses(tower(inputs), rows)
-                        # Accelerate divides by the parts and averages over processes; the mean is over all rows.
+                        # Divided by the parts and averaged over processes; the mean is over all rows.
                         accelerator.backward(losses.sum() * (parts * processes / size))
+                        if accelerator.sync_gradients and sharded:
+                            average_gradients(trainable)
                         if accelerator.sync_gradients and arguments.max_grad_norm is not None:
-                            accelerator.clip_grad_norm_(tower.parameters(), arguments.max_grad_norm)
+                            accelerator.clip_grad_norm_(trainable, arguments.max_grad_norm)
                         optimizer.step()
                         optimizer.zero_grad()
                     state.note(losses.detach())
@@ -208,6 +220,26 @@ def train(
     if state.best is not None:
         checkpoints.load_weights(state.best)
     return state
+
+
+def _own_batches(chosen: Sequence[int], batch_size: int) -> list[list[int]]:
+    """This process's share of the rows, batch by batch."""
+    own = [chosen[i] for i in own_slice(len(chosen))]
+    return [own[i : i + batch_size] for i in range(0, len(own), batch_size)]
+
+
+def _embedded(
+    tower: ProbeTower, rows: Rows, batches: Sequence[list[int]], accelerator: Accelerator, num_workers: int
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Row numbers and unit embeddings of these batches, in as many passes as any process makes where it has to be."""
+    further = passes_to_keep_step([tower.model], len(batches))
+    for chosen, inputs in loader(rows, batches, num_workers=num_workers):
+        with accelerator.autocast():
+            unit = tower(inputs)
+        yield chosen, unit
+    for _ in range(further):
+        with accelerator.autocast():
+            tower(rows.batch([0]))
 
 
 def _optimizer(tower: ProbeTower, arguments: MatchingArguments, total: int) -> tuple[Any, Any]:
@@ -241,13 +273,9 @@ def _mean_loss(
     task: Task, chosen: Sequence[int], accelerator: Accelerator, batch_size: int, num_workers: int
 ) -> float:
     """The mean loss of these rows, over all processes; without the wrapper, whose collectives need equal shares."""
-    own = [chosen[i] for i in own_slice(len(chosen))]
-    batches = [own[i : i + batch_size] for i in range(0, len(own), batch_size)]
     total = 0.0
     task.tower.eval()
-    for rows, inputs in loader(task.rows, batches, num_workers=num_workers):
-        with accelerator.autocast():
-            unit = task.tower(inputs)
+    for rows, unit in _embedded(task.tower, task.rows, _own_batches(chosen, batch_size), accelerator, num_workers):
         total += float(task.losses(unit, rows).double().sum())
     task.tower.train()
     return sum(gather_objects(total)) / len(chosen)

@@ -6,25 +6,36 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from .._files import write_json
+from .._checks import instance
+from .._files import whole_folder, write_json
+from .._processes import sharded_modules
 from ..descriptor import DescriptorSum, TaskDescriptor
 from ..encoders.encoder import DualEncoder
 from ..encoders.families import bare_model, evaluating
 from ..encoding import encode_columns
 from ..errors import PlatonicError
+from ..export import without_false_alarms
 from ..objectives import Calibration, Objective, wanted_change
 from ..probes import ProbeSet
 from ..solutions import solve_transfer
 from ..solve import PROBE_RIDGE, PROMPT_RIDGE
 from ..terms import Terms, probe_sets_of, provenance_of, term_list
-from .adapters import add_adapter, default_lora_config, require_gradients, with_closed_form, write_closed_form
+from .adapters import (
+    add_adapter,
+    default_lora_config,
+    require_gradients,
+    taken_back_on_errors,
+    with_closed_form,
+    write_closed_form,
+)
 from .arguments import MatchingArguments
-from .checkpoints import Checkpoints, without_false_alarm
+from .checkpoints import Checkpoints
 from .loop import Bars, Task, base_affinities, start_accelerator, train
 from .objective import ProbeTower, recomputed_layers
 from .rows import Rows
+from .sharded import require_fitting_target
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -72,7 +83,8 @@ def match_affinities(
     calibration what `objectives.wanted_change` asks for stands in the place of `c U`. `f` is the adapted tower in
     evaluation mode, `A_base` comes from the same mode and precision, so that an adapter that changes nothing has the
     loss `mean (c U)^2`. Prompts are encoded once, by the frozen text tower. Processes, devices and precision are
-    accelerate's.
+    accelerate's. The target is whole on every process, or its weights are sharded by `fully_shard`; the adapter is
+    whole in either case.
 
     Args:
         terms: As in `transfer`.
@@ -92,10 +104,12 @@ def match_affinities(
         `save_pretrained` writes what PEFT alone loads.
 
     Raises:
-        PlatonicError: If there are no terms, the settings don't go together, some trainable tensor gets no gradient,
-            the loss isn't finite, or a checkpoint is of another training; the target is then as it was.
+        PlatonicError: If there are no terms, the settings don't go together, the adapter is none that trains on
+            shards, some trainable tensor gets no gradient, the loss isn't finite, or a checkpoint is of another
+            training; the target is then as it was.
         GridMismatchError: If no probe set at hand has a term's grid.
-        EncoderError: If the target has adapters already, or no layers that the default adapter could go to.
+        EncoderError: If the target has adapters already, no layers that the default adapter could go to, or weights
+            that are split in another way.
         ImportError: If a tracker isn't installed.
 
     Reference:
@@ -105,6 +119,7 @@ def match_affinities(
     if not isinstance(arguments, MatchingArguments):
         raise PlatonicError(f"Expected `training_args` to be MatchingArguments, got {type(arguments).__name__}.")
     descriptors = term_list(terms)
+    instance(target, "target", DualEncoder, "Load one with `DualEncoder.from_pretrained`.")
     if calibration == "none" or objective == "endpoint":
         descriptors = list(DescriptorSum.of(descriptors))
     at_hand = probe_sets_of(descriptors, probes)
@@ -112,36 +127,36 @@ def match_affinities(
     rows = Rows(target, list(at_hand.values()))
     rows.keep_within(arguments.cache_gib)
     accelerator = start_accelerator(arguments)
-    before, bare = target.model, bare_model(target.model)
-    if target.device != accelerator.device:
+    bare = bare_model(target.model)
+    require_fitting_target(target, accelerator.device)
+    if target.device != accelerator.device and not sharded_modules(bare):
         bare.to(accelerator.device)
-    required = {parameter: parameter.requires_grad for parameter in bare.parameters()}
-    with evaluating(bare):
-        columns = [encode_columns(target, probe_set.columns).to(accelerator.device) for probe_set in at_hand.values()]
-        tower = ProbeTower(target)
-        bars = Bars(progress)
-        base = base_affinities(tower, rows, columns, accelerator, batch_size, num_workers, bars)
-        goals = [
-            a + wanted_change(together, a, objective=objective, calibration=calibration).float()
-            for a, together in zip(base, of_grid, strict=True)
-        ]
-        sample = rows.batch(range(min(2, len(rows))))
-        config = default_lora_config(target, sample) if lora_config is None else lora_config
-        operator = None
-        if arguments.warm_start is not None:
-            operator = solve_transfer(
-                descriptors,
-                target,
-                probes=list(at_hand.values()),
-                objective=objective,
-                calibration=calibration,
-                strength=1.0,
-                batch_size=batch_size,
-                num_workers=num_workers,
-                progress=progress,
-            ).operator
-            config = with_closed_form(config, target, operator)
-        try:
+    try:
+        with taken_back_on_errors(target), evaluating(bare), without_false_alarms():
+            columns = [encode_columns(target, found.columns).to(accelerator.device) for found in at_hand.values()]
+            tower = ProbeTower(target)
+            bars = Bars(progress)
+            base = base_affinities(tower, rows, columns, accelerator, batch_size, num_workers, bars)
+            goals = [
+                a + wanted_change(together, a, objective=objective, calibration=calibration).float()
+                for a, together in zip(base, of_grid, strict=True)
+            ]
+            sample = rows.batch(range(min(2, len(rows))))
+            config = default_lora_config(target, sample) if lora_config is None else lora_config
+            operator = None
+            if arguments.warm_start is not None:
+                operator = solve_transfer(
+                    descriptors,
+                    target,
+                    probes=list(at_hand.values()),
+                    objective=objective,
+                    calibration=calibration,
+                    strength=1.0,
+                    batch_size=batch_size,
+                    num_workers=num_workers,
+                    progress=progress,
+                ).operator
+                config = with_closed_form(config, target, operator)
             model = add_adapter(target, config, adapter_name, arguments.seed)
             if operator is not None:
                 write_closed_form(model, target, operator, adapter_name)
@@ -154,22 +169,17 @@ def match_affinities(
             )
             with recomputed_layers(tower, sample, arguments.gradient_checkpointing):
                 state = train(task, accelerator, arguments, checkpoints, batch_size, num_workers, bars)
-        except BaseException:  # Ctrl-C leaves the target as it was, too
-            if target.model is not before:
-                target.model = cast("PeftModel", target.model).unload()
-            for parameter, was in required.items():
-                parameter.requires_grad_(was)
-            raise
-        finally:
-            for tracker in accelerator.trackers if accelerator.is_main_process else ():
-                tracker.finish()  # end_training() would also close the process group
+            provenance["steps"] = state.step
+            if arguments.output_dir is not None and accelerator.is_main_process:
+                losses = {"losses": state.losses, "held_out_losses": state.held_out}
+                with whole_folder(Path(arguments.output_dir)) as folder:
+                    model.save_pretrained(folder, selected_adapters=[adapter_name], save_embedding_layers=False)
+                    write_json(folder / "matching.json", {**provenance, **losses})
+    finally:
+        for tracker in accelerator.trackers if accelerator.is_main_process else ():
+            tracker.finish()  # end_training() would also close the process group
     model.eval()
-    provenance["steps"] = state.step
-    if arguments.output_dir is not None and accelerator.is_main_process:
-        folder = Path(arguments.output_dir)
-        with without_false_alarm():
-            model.save_pretrained(folder, selected_adapters=[adapter_name], save_embedding_layers=False)
-        write_json(folder / "matching.json", {**provenance, "losses": state.losses, "held_out_losses": state.held_out})
+    model.peft_config[adapter_name].provenance = provenance  # for its card; PEFT doesn't save it
     accelerator.wait_for_everyone()
     return Matching(model, state.losses, state.held_out, state.step, provenance)
 

@@ -6,10 +6,11 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPIN
 from peft.utils import register_peft_method
 
 from .config import PLATONIC, PlatonicConfig
+from .fingerprint import factors_digest
 from .layer import Linear, PlatonicLayer
 from .model import PlatonicModel
 
-__all__ = ["PLATONIC", "Linear", "PlatonicConfig", "PlatonicLayer", "PlatonicModel"]
+__all__ = ["PLATONIC", "Linear", "PlatonicConfig", "PlatonicLayer", "PlatonicModel", "factors_digest"]
 
 
 def _register() -> None:

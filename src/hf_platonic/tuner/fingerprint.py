@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import PlatonicError
 
-__all__ = ["has_bias", "layer_shape", "mismatch", "plain_weight", "sketch"]
+__all__ = ["factors_digest", "has_bias", "layer_shape", "mismatch", "plain_weight", "sketch"]
 
 _PROJECTIONS = 8
 _SEED = 20261001
@@ -76,6 +77,14 @@ def sketch(weight: Tensor, bias: Tensor | None) -> list[float]:
         if bias is not None:
             projected = projected + rows @ bias.float()
     return [float(f"{value:.8g}") for value in projected.tolist()]
+
+
+def factors_digest(left: Tensor, right: Tensor) -> str:
+    """32 hex digits over an adapter's two factors in float32, bit for bit."""
+    found = hashlib.sha256()
+    for factor in (left, right):
+        found.update(factor.detach().float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:32]
 
 
 def mismatch(recorded: list[float], weight: Tensor, bias: Tensor | None) -> float | None:

@@ -6,13 +6,13 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
-from .._checks import finite
+from .._checks import finite, instance
 from .._pooling import features_of
 from ..errors import BaseMismatchError, PlatonicError
 from ..operator import Operator
@@ -27,6 +27,21 @@ __all__ = ["PlatonicModel"]
 _KEY_PARTS = frozenset({"base_model", "model", "base_layer", "platonic_left", "platonic_right"})
 
 
+class _Configs(dict[str, PlatonicConfig]):
+    """Configurations by adapter name, and what to do where PEFT looks up one that was deleted.
+
+    PEFT 0.21 goes on naming a deleted adapter as `PeftModel.active_adapter` while several others act, and the tuner
+    can't reach that attribute.
+    """
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise KeyError(
+            f"Expected an adapter among {sorted(self)}, got {name!r}. If that was deleted while several others act, "
+            "PEFT still takes it for the active one: call `set_adapter` with the name of one that is there, then "
+            "`set_strengths` again."
+        )
+
+
 class PlatonicModel(BaseTuner):  # type: ignore[misc, unused-ignore]
     """A model whose embedding layer carries operators, each with a signed strength.
 
@@ -38,6 +53,12 @@ class PlatonicModel(BaseTuner):  # type: ignore[misc, unused-ignore]
     prefix: str = "platonic_"
     tuner_layer_cls = PlatonicLayer
     target_module_mapping: ClassVar[dict[str, list[str]]] = {}
+
+    def __init__(
+        self, model: nn.Module, peft_config: PlatonicConfig | dict[str, PlatonicConfig], adapter_name: str, **more: Any
+    ) -> None:
+        configs = peft_config if isinstance(peft_config, dict) else {adapter_name: peft_config}
+        super().__init__(model, _Configs(configs), adapter_name, **more)
 
     def _prepare_adapter_config(self, peft_config: PlatonicConfig, model_config: dict[str, Any]) -> PlatonicConfig:
         """The adapter's own copy of its configuration, with target and site filled in.
@@ -202,11 +223,13 @@ class PlatonicModel(BaseTuner):  # type: ignore[misc, unused-ignore]
         """Make exactly these adapters active, each at its strength, e.g. `{"cars": 1.5, "dogs": -0.7}`.
 
         The strengths are saved with the adapters. Adapters loaded for inference stay frozen. The PeftModel's
-        `active_adapters` follows; its `active_adapter`, which can't name several, doesn't.
+        `active_adapters` follows; its `active_adapter`, which can't name several, doesn't. So before that one is
+        deleted while several others act, make another one it by `peft_model.set_adapter(name)`.
 
         Raises:
             PlatonicError: If there is none, one isn't finite, or an adapter isn't on the model.
         """
+        instance(strengths, "strengths", dict, 'Pass {"adapter": strength}.')
         checked = {name: finite(value, f"strength of {name!r}") for name, value in strengths.items()}
         if not checked:
             raise PlatonicError("Expected at least one strength, got none. `disable_adapter()` gives the base model.")
@@ -216,9 +239,21 @@ class PlatonicModel(BaseTuner):  # type: ignore[misc, unused-ignore]
         trainable = [name for name in checked if not self.peft_config[name].inference_mode]
         self.set_requires_grad(trainable, True)
         for name, value in checked.items():
-            self.peft_config[name].strength = value
-            for _, layer in self._layers(name):
-                layer.platonic_strength[name] = value
+            self.set_strength(name, value)
+
+    def set_strength(self, adapter_name: str, strength: float) -> None:
+        """Set one adapter's strength, saved with it; which adapters are active stays.
+
+        Raises:
+            PlatonicError: If it isn't finite, or the adapter isn't on the model or is merged.
+        """
+        value = finite(strength, f"strength of {adapter_name!r}")
+        layers = self._edited(adapter_name).values()
+        if any(adapter_name in layer.merged_adapters for layer in layers):
+            raise PlatonicError(f"Expected adapter {adapter_name!r} to be live, got a merged one. Unmerge it first.")
+        self.peft_config[adapter_name].strength = value
+        for layer in layers:
+            layer.platonic_strength[adapter_name] = value
 
     def get_strengths(self) -> dict[str, float]:
         """The active adapters' strengths."""
