@@ -352,7 +352,7 @@ class PlatonicModel(BaseTuner):  # type: ignore[misc, unused-ignore]
         self.peft_config[adapter_name] = config
         try:
             self.inject_adapter(self.model, adapter_name)
-        except Exception:
+        except BaseException:  # Ctrl-C leaves no configuration without its adapter, too
             del self.peft_config[adapter_name]
             raise
         for key, operator in sums.items():
